@@ -1,0 +1,128 @@
+"""Attention whose queries and keys are normalized per head.
+
+Reference: ViT-22B, section 2, https://arxiv.org/abs/2302.05442
+"""
+
+import typing
+
+import keras
+from keras import ops
+
+from keras_vit22b.layers.normalization import check_norm
+from keras_vit22b.layers.normalization import make_norm
+
+
+class AttentionMaps(typing.NamedTuple):
+    """What one attention layer did, per head, in float32.
+
+    Attributes:
+        weights: `(batch, heads, queries, keys)`. Each row sums to one.
+        entropy: `(batch, heads, queries)`. Of each row, in nats.
+        largest_logit: `(batch, heads)`. Before the softmax, after
+            `1 / sqrt(head_dim)`.
+    """
+
+    weights: typing.Any
+    entropy: typing.Any
+    largest_logit: typing.Any
+
+
+@keras.saving.register_keras_serializable(package="keras_vit22b")
+class QKNormAttention(keras.layers.Layer):
+    """Scaled dot-product attention over heads, with query and key norms.
+
+    `softmax(norm(q) norm(k)^T / sqrt(head_dim)) v`. The norms act over
+    `head_dim`, with one scale shared by all heads, so that scaling the
+    projections of queries and keys changes nothing: a logit is bounded by
+    `sqrt(head_dim) * max|scale_q * scale_k|`. Values are not normalized.
+    Logits and softmax are float32.
+
+    Args:
+        qk_norm: `"rms"`, `"layer"` or `None`. Defaults to `"rms"`.
+        epsilon: float. Of both norms. Defaults to `1e-6`.
+        **kwargs: `keras.layers.Layer` arguments, such as `name` and `dtype`.
+
+    Call arguments:
+        query: tensor `(batch, queries, heads, head_dim)`.
+        key: tensor `(batch, keys, heads, head_dim)`.
+        value: tensor `(batch, keys, heads, head_dim)`.
+        return_attention: bool. Whether to return `AttentionMaps` as well,
+            which holds a `queries x keys` matrix per head in memory. Without
+            it the backend's fused attention is used. Defaults to `False`.
+
+    Returns:
+        A tensor `(batch, queries, heads, head_dim)`, or a pair of it and
+        `AttentionMaps`.
+
+    Example:
+    ```python
+    q = k = v = np.random.normal(size=(1, 16, 4, 32))
+    layer = keras_vit22b.layers.QKNormAttention()
+    output, maps = layer(q, k, v, return_attention=True)
+    maps.entropy.shape  # (1, 4, 16)
+    ```
+
+    Reference: [Dehghani et al., 2023](https://arxiv.org/abs/2302.05442)
+    """
+
+    def __init__(self, qk_norm="rms", *, epsilon=1e-6, **kwargs):
+        super().__init__(**kwargs)
+        check_norm("qk_norm", qk_norm, optional=True)
+        self.qk_norm = qk_norm
+        self.epsilon = epsilon
+        self.query_norm = self.key_norm = None
+        if qk_norm is not None:
+            norm = {"epsilon": epsilon, "dtype": self.dtype_policy}
+            self.query_norm = make_norm(qk_norm, name="query_norm", **norm)
+            self.key_norm = make_norm(qk_norm, name="key_norm", **norm)
+
+    def build(self, query_shape, key_shape, value_shape):
+        if self.qk_norm is not None:
+            self.query_norm.build(query_shape)
+            self.key_norm.build(key_shape)
+        self.built = True
+
+    def call(self, query, key, value, return_attention=False):
+        if self.qk_norm is not None:
+            query = self.query_norm(query)
+            key = self.key_norm(key)
+        # TensorFlow's dot_product_attention rounds logits to the compute
+        # dtype; the other backends keep them in float32.
+        rounds_logits = (
+            keras.config.backend() == "tensorflow"
+            and self.compute_dtype != "float32"
+        )
+        if not return_attention and not rounds_logits:
+            return ops.dot_product_attention(query, key, value)
+        logits = self._logits(query, key)
+        weights = ops.softmax(logits, axis=-1)
+        output = ops.einsum(
+            "bhts,bshd->bthd", ops.cast(weights, value.dtype), value
+        )
+        if not return_attention:
+            return output
+        largest = ops.max(logits, axis=-1, keepdims=True)
+        # H = log sum exp(s) - sum p s, with s shifted by its maximum.
+        shifted = logits - largest
+        entropy = ops.logsumexp(shifted, axis=-1) - ops.sum(
+            weights * shifted, axis=-1
+        )
+        return output, AttentionMaps(
+            weights, entropy, ops.max(largest[..., 0], axis=-1)
+        )
+
+    def _logits(self, query, key):
+        scale = query.shape[-1] ** -0.5
+        return ops.einsum(
+            "bthd,bshd->bhts",
+            ops.cast(query, "float32") * scale,
+            ops.cast(key, "float32"),
+        )
+
+    def compute_output_shape(self, query_shape, key_shape, value_shape):
+        return (*query_shape[:-1], value_shape[-1])
+
+    def get_config(self):
+        config = super().get_config()
+        config.update({"qk_norm": self.qk_norm, "epsilon": self.epsilon})
+        return config

@@ -1,0 +1,166 @@
+"""Image classification on a ViT-22B backbone."""
+
+import keras
+import keras_hub
+
+from keras_vit22b.models.backbone import ViT22BBackbone
+from keras_vit22b.models.preprocessing import ViT22BImageClassifierPreprocessor
+from keras_vit22b.models.preset_model import PresetModel
+from keras_vit22b.models.preset_model import preset_json
+from keras_vit22b.weights import preset_files
+from keras_vit22b.weights.tensor_names import classifier_tensors
+
+
+@keras.saving.register_keras_serializable(package="keras_vit22b")
+class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
+    """A linear head on the pooled output of a backbone.
+
+    The head starts at zero, so training starts from equal scores.
+
+    Args:
+        backbone: a `ViT22BBackbone`.
+        num_classes: int.
+        preprocessor: a `ViT22BImageClassifierPreprocessor`, which `fit`,
+            `predict` and `evaluate` apply to raw images; `None` for images
+            that are preprocessed already. Defaults to `None`.
+        activation: string. Of the output: `None` for logits, `"softmax"` or
+            `"sigmoid"`. Defaults to `None`.
+        dropout: float. On the pooled output. Defaults to `0.0`.
+        class_names: list of strings, one a class, or `None`. Defaults to
+            `None`.
+        head_dtype: string or `keras.DTypePolicy`. Defaults to `"float32"`.
+        **kwargs: `keras_hub.models.Task` arguments, such as `compile`.
+
+    Returns:
+        A model from images to scores `(batch, num_classes)`.
+
+    Example:
+    ```python
+    classifier = keras_vit22b.ViT22BImageClassifier.from_preset(
+        "vit1m_patch4_28_fashion_glyphs", num_classes=10
+    )
+    classifier.fit(images, labels, batch_size=64)
+    ```
+
+    Reference: [Dehghani et al., 2023](https://arxiv.org/abs/2302.05442)
+    """
+
+    backbone_cls = ViT22BBackbone
+    preprocessor_cls = ViT22BImageClassifierPreprocessor
+
+    def __init__(
+        self,
+        backbone,
+        num_classes,
+        *,
+        preprocessor=None,
+        activation=None,
+        dropout=0.0,
+        class_names=None,
+        head_dtype=None,
+        **kwargs,
+    ):
+        if class_names is not None and len(class_names) != num_classes:
+            raise ValueError(
+                f"{len(class_names)} class_names for {num_classes} classes."
+            )
+        head_dtype = head_dtype or "float32"
+
+        # === Layers ===
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+        self.output_dropout = keras.layers.Dropout(
+            dropout, dtype=head_dtype, name="output_dropout"
+        )
+        self.head = keras.layers.Dense(
+            num_classes,
+            activation=activation,
+            kernel_initializer="zeros",
+            dtype=head_dtype,
+            name="head",
+        )
+
+        # === Functional Model ===
+        images = backbone.input
+        pooled = backbone(images)["pooled_output"]
+        outputs = self.head(self.output_dropout(pooled))
+        # Past ImageClassifier, whose constructor pools feature maps.
+        super(keras_hub.models.ImageClassifier, self).__init__(
+            inputs=images, outputs=outputs, **kwargs
+        )
+
+        # === Config ===
+        self.num_classes = num_classes
+        self.activation = activation
+        self.dropout = dropout
+        self.class_names = class_names
+
+    @classmethod
+    def _from_folder(
+        cls,
+        folder,
+        *,
+        compile,
+        dtype,
+        image_shape,
+        num_classes=None,
+        **kwargs,
+    ):
+        head = preset_files.read_fields(
+            folder / preset_files.CONFIG_FILE,
+            preset_files.HEAD,
+            preset_files.HEAD_FIELDS,
+        )
+        if num_classes is not None:
+            head = {"num_classes": num_classes}
+        if head is None:
+            raise ValueError(
+                f"Preset {folder.name!r} has no classification head. Pass "
+                "num_classes for a new one."
+            )
+        backbone = ViT22BBackbone._from_folder(
+            folder, compile=False, dtype=dtype, image_shape=image_shape
+        )
+        if "preprocessor" not in kwargs and backbone.image_converter:
+            kwargs["preprocessor"] = (
+                backbone.image_converter.make_preprocessor()
+            )
+        return cls(backbone, compile=compile, **{**head, **kwargs})
+
+    def _compile_default(self):
+        self.compile()
+
+    @property
+    def _grid_size(self):
+        return self.backbone.patch_embedding.grid_size
+
+    def _preset_json(self):
+        preprocessor = self.preprocessor
+        converter = preprocessor.image_converter if preprocessor else None
+        return preset_json(
+            self.backbone,
+            converter or self.backbone.image_converter,
+            head={
+                "num_classes": self.num_classes,
+                "activation": self.activation,
+                "dropout": self.dropout,
+                "class_names": self.class_names,
+            },
+        )
+
+    def tensors(self):
+        """Return `{tensor name: variable}`; the names are those on disk."""
+        return classifier_tensors(self)
+
+    def get_config(self):
+        # Past ImageClassifier, whose config names its kind of pooling.
+        config = super(keras_hub.models.ImageClassifier, self).get_config()
+        config.update(
+            {
+                "num_classes": self.num_classes,
+                "activation": self.activation,
+                "dropout": self.dropout,
+                "class_names": self.class_names,
+            }
+        )
+        return config

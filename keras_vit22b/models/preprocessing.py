@@ -1,0 +1,189 @@
+"""From raw images to the model's input; settings travel with the preset."""
+
+import logging
+
+import keras
+import keras_hub
+import numpy as np
+
+from keras_vit22b.models.backbone import ViT22BBackbone
+from keras_vit22b.weights import preset_files
+
+logger = logging.getLogger(__name__)
+
+# ITU-R BT.601, as most image libraries convert to gray.
+LUMA = (0.299, 0.587, 0.114)
+
+
+@keras.saving.register_keras_serializable(package="keras_vit22b")
+class ViT22BImageConverter(keras_hub.layers.ImageConverter):
+    """Match channels, resize, scale and offset images.
+
+    Works on values of 0 to 255, in float32: `pixels * scale + offset` after
+    resizing. RGB images given to a gray model become luma (ITU-R BT.601);
+    gray ones given to an RGB model are repeated; the log says so, at level
+    INFO.
+
+    Args:
+        image_size: `(height, width)` in pixels, or `None` to keep the size.
+            Defaults to `None`.
+        channels: int. Of the model: `1` for gray, `3` for RGB. Defaults to
+            `3`.
+        convert_channels: bool. Whether to convert between gray and RGB; if
+            `False`, the other kind is an error. Defaults to `True`.
+        scale: float or one per channel. Defaults to `1 / 127.5`.
+        offset: float or one per channel. Defaults to `-1.0`.
+        antialias: bool. Whether to filter when shrinking. Defaults to `True`,
+            unlike keras-hub.
+        **kwargs: `keras_hub.layers.ImageConverter` arguments, such as
+            `interpolation` (`"bilinear"`) and `crop_to_aspect_ratio` (`True`).
+
+    Call arguments:
+        inputs: `(height, width, channels)` or a batch of such; gray images
+            may lack the channel axis if batched.
+
+    Returns:
+        A float32 tensor with `channels` channels.
+
+    Raises:
+        ValueError: if the channels are neither 1 nor 3, or not to be
+            converted.
+    """
+
+    backbone_cls = ViT22BBackbone
+
+    def __init__(
+        self,
+        image_size=None,
+        *,
+        channels=3,
+        convert_channels=True,
+        scale=1 / 127.5,
+        offset=-1.0,
+        antialias=True,
+        **kwargs,
+    ):
+        if channels not in (1, 3):
+            raise ValueError(
+                f"channels must be 1 (gray) or 3 (RGB). Received: {channels!r}."
+            )
+        kwargs.setdefault("data_format", "channels_last")
+        kwargs.setdefault("dtype", "float32")
+        super().__init__(
+            image_size=image_size,
+            scale=scale,
+            offset=offset,
+            antialias=antialias,
+            **kwargs,
+        )
+        self.channels = channels
+        self.convert_channels = convert_channels
+
+    @classmethod
+    def from_preset(cls, handle, **kwargs):
+        """Make the image converter of a preset.
+
+        Args:
+            handle: string or path. As in `ViT22BBackbone.from_preset`.
+            **kwargs: arguments to override.
+
+        Raises:
+            ValueError: if the preset is unknown or has no converter.
+        """
+        folder = preset_files.resolve_handle(handle)
+        converter = cls._from_folder(folder, **kwargs)
+        if converter is None:
+            raise ValueError(
+                f"Preset {str(handle)!r} has no {preset_files.CONVERTER_FILE}."
+            )
+        return converter
+
+    @classmethod
+    def _from_folder(cls, folder, **kwargs):
+        """Return the converter that a folder describes, or `None`."""
+        path = folder / preset_files.CONVERTER_FILE
+        if not path.is_file():
+            return None
+        config = preset_files.read_fields(
+            path,
+            "config",
+            preset_files.CONVERTER_FIELDS,
+            class_name="ViT22BImageConverter",
+        )
+        return cls(**{**config, **kwargs})
+
+    def call(self, inputs):
+        if isinstance(inputs, dict):
+            inputs = {**inputs, "images": self._match(inputs["images"])}
+        elif isinstance(inputs, (list, tuple)):
+            inputs = type(inputs)(self._match(x) for x in inputs)
+        else:
+            inputs = self._match(inputs)
+        return super().call(inputs)
+
+    def _match(self, images):
+        """Return float32 images with the model's channels."""
+        if not hasattr(images, "shape"):
+            images = np.asarray(images)
+        images = _to_float(images)
+        found = images.shape[-1]
+        if found == self.channels:
+            return images
+        kinds = {1: "gray", 3: "RGB"}
+        if found not in kinds:
+            raise ValueError(
+                "Images must be (..., height, width, 1) or (..., height, "
+                f"width, 3). Received shape {tuple(images.shape)}."
+            )
+        given, wanted = kinds[found], kinds[self.channels]
+        if not self.convert_channels:
+            raise ValueError(
+                f"The model takes {wanted} images and convert_channels is "
+                f"False. Received {given} images of shape "
+                f"{tuple(images.shape)}."
+            )
+        logger.info("Converting %s images to %s.", given, wanted)
+        if wanted == "RGB":
+            return images * np.ones(3, "float32")
+        red, green, blue = (images[..., i : i + 1] for i in range(3))
+        return LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
+
+    def make_preprocessor(self):
+        """Return a `ViT22BImageClassifierPreprocessor` that uses this."""
+        return ViT22BImageClassifierPreprocessor(self, name="preprocessor")
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            {
+                "channels": self.channels,
+                "convert_channels": self.convert_channels,
+            }
+        )
+        return config
+
+
+def _to_float(images):
+    """Cast to float32 in the images' own library."""
+    if type(images).__module__.startswith("tensorflow"):
+        import tensorflow as tf
+
+        return tf.cast(images, tf.float32)
+    if isinstance(images, np.ndarray):
+        return images.astype("float32")
+    return keras.ops.cast(images, "float32")
+
+
+@keras.saving.register_keras_serializable(package="keras_vit22b")
+class ViT22BImageClassifierPreprocessor(
+    keras_hub.models.ImageClassifierPreprocessor
+):
+    """Apply a `ViT22BImageConverter` to the images of labelled samples.
+
+    Args:
+        image_converter: a `ViT22BImageConverter`.
+        **kwargs: `keras.layers.Layer` arguments.
+    """
+
+    backbone_cls = ViT22BBackbone
+    image_converter_cls = ViT22BImageConverter

@@ -1,0 +1,1 @@
+"""Tensor names, safetensors files and preset folders."""
