@@ -15,8 +15,8 @@ _PUBLIC = {
     "ViT22BImageClassifierPreprocessor": "keras_vit22b.models",
     "ViT22BImageConverter": "keras_vit22b.models",
     "extract_features": "keras_vit22b.probing",
-    "from_preset": "keras_vit22b.presets",
-    "presets": "keras_vit22b.presets",
+    "from_preset": "keras_vit22b.loading",
+    "presets": "keras_vit22b.loading",
 }
 _ROOMS = ("layers", "models", "probing", "weights")
 
