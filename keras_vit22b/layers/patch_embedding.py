@@ -3,6 +3,8 @@
 Reference: Dosovitskiy et al., 2021, https://arxiv.org/abs/2010.11929
 """
 
+import numbers
+
 import keras
 from keras import ops
 
@@ -219,9 +221,12 @@ def patch_grid(image_shape, patch_size):
 
 def as_pair(value):
     """Return `value` as a pair of ints; one int stands for both."""
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2 or any(not isinstance(v, int) or v < 1 for v in pair):
+    is_int = isinstance(value, numbers.Integral)
+    pair = (value, value) if is_int else tuple(value)
+    if len(pair) != 2 or any(
+        not isinstance(v, numbers.Integral) or v < 1 for v in pair
+    ):
         raise ValueError(
             f"Expected a positive int or a pair of them. Received: {value!r}."
         )
-    return pair
+    return int(pair[0]), int(pair[1])

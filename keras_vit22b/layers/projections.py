@@ -149,6 +149,11 @@ class OutProjection(_GroupedProjection):
 
 def check_divides(hidden_dim, num_heads, mlp_dim):
     """Raise if the heads do not divide the widths."""
+    if num_heads < 1 or hidden_dim < 1 or mlp_dim < 0:
+        raise ValueError(
+            "num_heads and hidden_dim must be positive and mlp_dim not "
+            f"negative. Received: {num_heads}, {hidden_dim} and {mlp_dim}."
+        )
     for name, value in (("hidden_dim", hidden_dim), ("mlp_dim", mlp_dim)):
         if value % num_heads:
             below = value // num_heads * num_heads

@@ -122,7 +122,25 @@ class QKNormAttention(keras.layers.Layer):
     def compute_output_shape(self, query_shape, key_shape, value_shape):
         return (*query_shape[:-1], value_shape[-1])
 
+    def compute_output_spec(self, query, key, value, return_attention=False):
+        output = keras.KerasTensor(
+            (*query.shape[:-1], value.shape[-1]), dtype=self.compute_dtype
+        )
+        if not return_attention:
+            return output
+        batch, queries, heads, _ = query.shape
+        return output, attention_maps_spec(batch, heads, queries, key.shape[1])
+
     def get_config(self):
         config = super().get_config()
         config.update({"qk_norm": self.qk_norm, "epsilon": self.epsilon})
         return config
+
+
+def attention_maps_spec(batch, heads, queries, keys):
+    """Return `AttentionMaps` of symbolic tensors."""
+    return AttentionMaps(
+        keras.KerasTensor((batch, heads, queries, keys), dtype="float32"),
+        keras.KerasTensor((batch, heads, queries), dtype="float32"),
+        keras.KerasTensor((batch, heads), dtype="float32"),
+    )

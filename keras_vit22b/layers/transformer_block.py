@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_vit22b.layers.projections import check_divides
 from keras_vit22b.layers.qk_norm_attention import QKNormAttention
+from keras_vit22b.layers.qk_norm_attention import attention_maps_spec
 
 ACTIVATIONS = ("gelu_tanh", "gelu")
 
@@ -67,6 +68,8 @@ class TransformerBlock(keras.layers.Layer):
         super().__init__(**kwargs)
         check_divides(hidden_dim, num_heads, mlp_dim)
         check_activation(activation)
+        _check_rate("dropout_rate", dropout_rate)
+        _check_rate("drop_path_rate", drop_path_rate)
         self.hidden_dim = hidden_dim
         self.num_heads = num_heads
         self.mlp_dim = mlp_dim
@@ -146,6 +149,17 @@ class TransformerBlock(keras.layers.Layer):
     def compute_output_shape(self, input_shape):
         return input_shape
 
+    def compute_output_spec(
+        self, inputs, training=None, return_attention=False
+    ):
+        outputs = keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
+        if not return_attention:
+            return outputs
+        batch, tokens = inputs.shape[:2]
+        return outputs, attention_maps_spec(
+            batch, self.num_heads, tokens, tokens
+        )
+
     def get_config(self):
         config = super().get_config()
         config.update(
@@ -175,6 +189,11 @@ class _DrawnSeed(keras.random.SeedGenerator):
 
     def next(self, ordered=True):
         return self.value
+
+
+def _check_rate(name, rate):
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name} must be in [0, 1). Received: {rate!r}.")
 
 
 def activate(x, activation):
