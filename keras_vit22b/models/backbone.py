@@ -225,6 +225,7 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
             "config",
             preset_files.BACKBONE_FIELDS,
             class_name="ViT22BBackbone",
+            required=preset_files.BACKBONE_REQUIRED,
         )
         if image_shape is not None:
             config["image_shape"] = tuple(image_shape)
@@ -261,13 +262,14 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
                 tokens. Libraries differ in this, and so do their numbers.
 
         Returns:
-            A `keras.Model` from images to a list of tensors
-            `(batch, tokens, hidden_dim)`, sharing the backbone's weights.
+            A `keras.Model` from images to a dict from `"block_0"` and the
+            like to tokens `(batch, tokens, hidden_dim)`. It shares the
+            backbone's weights.
 
         Raises:
             ValueError: if an index is out of range.
         """
-        outputs = []
+        outputs = {}
         for index in blocks:
             if not -self.num_layers <= index < self.num_layers:
                 raise ValueError(
@@ -275,7 +277,9 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
                     f"0 to {self.num_layers - 1}, or {-self.num_layers} to -1."
                 )
             tokens = self._block_outputs[index]
-            outputs.append(self.final_norm_layer(tokens) if normed else tokens)
+            outputs[f"block_{index % self.num_layers}"] = (
+                self.final_norm_layer(tokens) if normed else tokens
+            )
         return keras.Model(self.input, outputs)
 
     def tensors(self):

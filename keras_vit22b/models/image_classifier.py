@@ -110,6 +110,8 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
             folder / preset_files.CONFIG_FILE,
             preset_files.HEAD,
             preset_files.HEAD_FIELDS,
+            required=("num_classes",),
+            optional=True,
         )
         if num_classes is not None:
             head = {"num_classes": num_classes}
@@ -161,6 +163,9 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
                 "activation": self.activation,
                 "dropout": self.dropout,
                 "class_names": self.class_names,
+                "head_dtype": keras.dtype_policies.serialize(
+                    self.head.dtype_policy
+                ),
             }
         )
         return config

@@ -67,6 +67,12 @@ class ViT22BImageConverter(keras_hub.layers.ImageConverter):
             raise ValueError(
                 f"channels must be 1 (gray) or 3 (RGB). Received: {channels!r}."
             )
+        for name, value in (("scale", scale), ("offset", offset)):
+            if np.size(value) not in (1, channels):
+                raise ValueError(
+                    f"{name} must be one number or {channels}, one per "
+                    f"channel. Received: {value!r}."
+                )
         kwargs.setdefault("data_format", "channels_last")
         kwargs.setdefault("dtype", "float32")
         super().__init__(
@@ -126,6 +132,9 @@ class ViT22BImageConverter(keras_hub.layers.ImageConverter):
         if not hasattr(images, "shape"):
             images = np.asarray(images)
         images = _to_float(images)
+        if len(images.shape) == 3 and (images.shape[-1] or 0) > 4:
+            # A batch of gray images without an axis of channels.
+            images = images[..., None]
         found = images.shape[-1]
         if found == self.channels:
             return images

@@ -8,6 +8,7 @@ import numpy as np
 
 from keras_vit22b.models.abstract import abstract_build
 from keras_vit22b.models.abstract import initialize_missing
+from keras_vit22b.models.abstract import is_abstract
 from keras_vit22b.models.abstract import set_value
 from keras_vit22b.weights import preset_files
 from keras_vit22b.weights.tensor_files import WEIGHTS_FILE
@@ -71,7 +72,8 @@ class PresetModel:
         with abstract_build():
             model = cls._from_folder(folder, compile=False, **options)
         if not abstract:
-            model._load_tensors(weights, new_head="num_classes" in kwargs)
+            new_head = kwargs.get("num_classes") is not None
+            model._load_tensors(weights, new_head=new_head)
             initialize_missing(model)
             model._compile_default()
         return model
@@ -97,7 +99,12 @@ class PresetModel:
             "weight_map": {name: WEIGHTS_FILE for name in tensors},
         }
         preset_files.write_json(folder / preset_files.INDEX_FILE, index)
-        for name, content in self._preset_json().items():
+        files = self._preset_json()
+        for name in preset_files.PREPROCESSING_FILES:
+            if name not in files:
+                # Another model's would be read as this one's.
+                (folder / name).unlink(missing_ok=True)
+        for name, content in files.items():
             preset_files.write_json(folder / name, content)
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
@@ -110,7 +117,12 @@ class PresetModel:
             return super().save_weights(filepath, overwrite, **kwargs)
         if path.exists() and not overwrite:
             raise ValueError(f"{path} exists and overwrite is False.")
-        write_tensors(path, self.tensors(), self._grid_size)
+        tensors = self.tensors()
+        if any(map(is_abstract, tensors.values())):
+            raise ValueError(
+                "The model was built abstractly and has no weights to save."
+            )
+        write_tensors(path, tensors, self._grid_size)
 
     def load_weights(self, filepath, **kwargs):
         """Load weights; `.safetensors` and a preset's index by tensor name.

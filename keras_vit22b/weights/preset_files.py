@@ -6,6 +6,7 @@ bounds; nothing in it names code to run.
 
 import difflib
 import json
+import math
 import pathlib
 
 import keras
@@ -16,6 +17,7 @@ from keras_vit22b.weights.tensor_files import replacing
 CONFIG_FILE = "config.json"
 CONVERTER_FILE = "image_converter.json"
 PREPROCESSOR_FILE = "preprocessor.json"
+PREPROCESSING_FILES = (CONVERTER_FILE, PREPROCESSOR_FILE)
 METADATA_FILE = "metadata.json"
 CARD_FILE = "README.md"
 # keras_hub.models.Backbone.from_preset asks for this index, even for one file.
@@ -148,11 +150,11 @@ def _is_int(low, high):
 
 
 def _is_rate(v):
-    return isinstance(v, (int, float)) and 0 <= v < 1
+    return _is_number(v) and 0 <= v < 1
 
 
 def _is_number(v):
-    return isinstance(v, (int, float)) and not isinstance(v, bool)
+    return type(v) in (int, float) and abs(v) < math.inf
 
 
 def _is_list_of(check, *lengths):
@@ -162,7 +164,7 @@ def _is_list_of(check, *lengths):
 
 
 def _is_one_of(*values):
-    return lambda v: v in values
+    return lambda v: any(type(v) is type(w) and v == w for w in values)
 
 
 def _is_bool(v):
@@ -208,6 +210,14 @@ BACKBONE_FIELDS = {
     "name": _is_string,
     "trainable": _is_bool,
 }
+BACKBONE_REQUIRED = (
+    "image_shape",
+    "patch_size",
+    "num_layers",
+    "num_heads",
+    "hidden_dim",
+    "mlp_dim",
+)
 HEAD_FIELDS = {
     "num_classes": _is_int(1, 10_000_000),
     "activation": _or(_is_none, _is_string),
@@ -235,7 +245,9 @@ CONVERTER_FIELDS = {
 _IGNORED = ("dtype", "bounding_box_format")
 
 
-def read_fields(path, section, fields, *, class_name=None):
+def read_fields(
+    path, section, fields, *, class_name=None, required=(), optional=False
+):
     """Read one section of a preset's JSON into known fields.
 
     Args:
@@ -244,12 +256,15 @@ def read_fields(path, section, fields, *, class_name=None):
         fields: dict from field name to a check of its value.
         class_name: string. The registered class the file must name. Defaults
             to `None`: any.
+        required: names of fields that must be there. Defaults to none.
+        optional: bool. Whether the section may be absent. Defaults to `False`.
 
     Returns:
-        A dict of the fields, or `None` if the section is absent.
+        A dict of the fields, or `None` if an optional section is absent.
 
     Raises:
-        ValueError: if a field is unknown, or its value out of bounds.
+        ValueError: if a field is unknown or missing, or its value out of
+            bounds.
     """
     content = read_json(path)
     registered = content.get("registered_name")
@@ -259,7 +274,7 @@ def read_fields(path, section, fields, *, class_name=None):
             f"'{PACKAGE}>{class_name}'."
         )
     values = content.get(section)
-    if values is None:
+    if values is None and optional:
         return None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: {section!r} must be an object.")
@@ -268,7 +283,7 @@ def read_fields(path, section, fields, *, class_name=None):
         f"unknown field {k!r}" if k not in fields else f"{k} = {v!r}"
         for k, v in values.items()
         if k not in fields or not fields[k](v)
-    ]
+    ] + [f"missing field {k!r}" for k in required if k not in values]
     if faults:
         raise ValueError(f"{path} is not valid: {', '.join(faults)}.")
     return values

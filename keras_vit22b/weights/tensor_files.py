@@ -7,6 +7,7 @@ table can be resized to any other grid.
 import contextlib
 import json
 import logging
+import math
 import os
 import pathlib
 import tempfile
@@ -17,6 +18,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from keras_vit22b.layers.patch_embedding import as_pair
 from keras_vit22b.layers.patch_embedding import resize_position_embedding
 from keras_vit22b.weights.tensor_names import POSITION_EMBEDDING
 from keras_vit22b.weights.tensor_names import is_head
@@ -98,7 +100,7 @@ def read_tensors(path, tensors, grid_size):
         ) from error
     with file:
         stored = _stored_specs(file)
-        old_grid = _stored_grid(file, stored)
+        old_grid = _stored_grid(file, stored, grid_size)
         if not any(map(is_head, tensors)):
             stored = {n: s for n, s in stored.items() if not is_head(n)}
         _check(path, stored, tensors, old_grid)
@@ -118,20 +120,25 @@ def _stored_specs(file):
     return specs
 
 
-def _stored_grid(file, stored):
-    """Return the grid of the file's positions, or `None` if unknown."""
+def _stored_grid(file, stored, grid_size):
+    """Return the grid of the file's positions, or `None` if unknown.
+
+    A file without a grid has the model's if that holds as many tokens, or
+    else a square one.
+    """
     text = (file.metadata() or {}).get("grid_size")
     if text is not None:
         try:
-            rows, columns = json.loads(text)
-            return int(rows), int(columns)
+            return as_pair(json.loads(text))
         except (ValueError, TypeError):
             return None
-    if POSITION_EMBEDDING not in stored:
+    shape, _ = stored.get(POSITION_EMBEDDING, ((), None))
+    if len(shape) != 2:
         return None
-    tokens = stored[POSITION_EMBEDDING][0][0]
-    side = round(tokens**0.5)
-    return (side, side) if side * side == tokens else None
+    if shape[0] == grid_size[0] * grid_size[1]:
+        return grid_size
+    side = math.isqrt(shape[0])
+    return (side, side) if side > 0 and side * side == shape[0] else None
 
 
 def _check(path, stored, wanted, old_grid):
