@@ -95,6 +95,18 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
         self.dropout = dropout
         self.class_names = class_names
 
+    def compile(
+        self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs
+    ):
+        """Compile for training, as `keras_hub.models.ImageClassifier` does.
+
+        The metric of `"auto"`, sparse accuracy, suits only the loss of
+        `"auto"`, sparse cross-entropy. With another loss `"auto"` means none.
+        """
+        if metrics is None or (metrics == "auto" and loss != "auto"):
+            metrics = []  # Keras keeps earlier metrics when given None.
+        super().compile(optimizer, loss, metrics=metrics, **kwargs)
+
     @classmethod
     def _from_folder(
         cls,

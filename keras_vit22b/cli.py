@@ -1,0 +1,178 @@
+"""The command line, `keras-vit22b`: one verb a room."""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+DEFAULT_PRESET = "vit1m_patch4_28_fashion_glyphs"
+
+app = typer.Typer(
+    help="ViT-22B as a Keras 3 model package.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main():
+    """Run the command line; a bad input prints one line and exits with 1."""
+    logging.getLogger("keras_vit22b").addHandler(logging.NullHandler())
+    try:
+        app()
+    except (ValueError, ImportError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+
+
+@app.callback()
+def _options(
+    verbose: Annotated[
+        bool, typer.Option(help="Log what is converted and cast.")
+    ] = False,
+):
+    if verbose:
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+
+
+@app.command()
+def presets(as_json: Json = False):
+    """List the built-in presets."""
+    from keras_vit22b.weights.preset_files import builtin_presets
+
+    rows = builtin_presets()
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    width = max(map(len, rows))
+    typer.echo(f"{'preset':<{width}}  {'parameters':>14}  weights")
+    for name, row in rows.items():
+        ships = "ship" if row["has_weights"] else "-"
+        typer.echo(f"{name:<{width}}  {row['parameter_count']:>14,}  {ships}")
+
+
+@app.command()
+def info(
+    name: Annotated[str, typer.Argument(help="Preset name or folder.")],
+    as_json: Json = False,
+):
+    """Show a preset's parameters, bytes, FLOPs and tokens."""
+    with _quiet_import():
+        from keras_vit22b.models import ViT22BBackbone
+        from keras_vit22b.models.size import describe_size
+    backbone = ViT22BBackbone.from_preset(name, abstract=True)
+    size = {"preset": name, **describe_size(backbone)}
+    if as_json:
+        typer.echo(json.dumps(size, indent=2))
+        return
+    typer.echo(f"{name}: {size['tokens']:,} tokens an image")
+    for title in ("parameters", "bytes", "flops_per_image"):
+        typer.echo(title.replace("_", " "))
+        for part, value in size[title].items():
+            typer.echo(f"  {part:<16} {value:>22,}")
+
+
+@app.command()
+def probe(
+    preset: Annotated[
+        str, typer.Argument(help="Preset name or folder.")
+    ] = DEFAULT_PRESET,
+    images: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of images, one sub-folder a class. Without it, "
+            "scikit-learn's digits.",
+            show_default=False,
+        ),
+    ] = None,
+    shots: Annotated[
+        str, typer.Option(help="Labelled images a class.")
+    ] = "1,5,10,50",
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 5,
+    output: Annotated[
+        str, typer.Option(help="Folder for probe.json and probe.png.")
+    ] = "results",
+    batch_size: Annotated[int, typer.Option(min=1)] = 64,
+    skip_unreadable: Annotated[
+        bool, typer.Option(help="Leave out images that cannot be read.")
+    ] = False,
+    as_json: Json = False,
+):
+    """Probe frozen features against raw pixels, from a few labels a class."""
+    start = time.perf_counter()
+    protocol_options = {"shots": _ints(shots), "seeds": tuple(range(seeds))}
+    with _quiet_import():
+        from keras_vit22b.probing.few_shot import FewShot
+        from keras_vit22b.probing.few_shot_report import run_few_shot
+    record = run_few_shot(
+        preset,
+        images,
+        FewShot(**protocol_options),
+        output=output,
+        batch_size=batch_size,
+        skip_unreadable=skip_unreadable,
+        progress=not as_json,
+    )
+    if as_json:
+        typer.echo(json.dumps(record, indent=2))
+        return
+    _print_probe(record)
+    typer.echo(
+        f"{time.perf_counter() - start:.0f} s; wrote "
+        f"{os.path.join(output, 'probe.json')} and probe.png"
+    )
+
+
+def _print_probe(record):
+    data = record["data"]
+    typer.echo(
+        f"Accuracy on {data['name']} ({data['images']:,} images, "
+        f"{data['classes']} classes), mean and standard deviation over "
+        f"{len(record['protocol']['seeds'])} seeds, in %"
+    )
+    names = list(record["accuracy"])
+    header = "".join(f"{n:>20}" for n in names)
+    typer.echo(f"{'labels a class':>14}{header}{'gain':>8}")
+    for shots in record["protocol"]["shots"]:
+        cells = [record["accuracy"][n][str(shots)] for n in names]
+        text = "".join(
+            f"{100 * c['mean']:>12.1f} ± {100 * c['std']:>5.1f}" for c in cells
+        )
+        gain = 100 * (cells[0]["mean"] - cells[1]["mean"])
+        typer.echo(f"{shots:>14}{text}{gain:>+8.1f}")
+
+
+def _ints(text):
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"Expected numbers with commas, such as 1,5,10. Received: {text!r}."
+        ) from None
+
+
+@contextlib.contextmanager
+def _quiet_import():
+    """Keep native libraries from writing to stderr while they load."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    sys.stderr.flush()
+    saved = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Frozen features of images, from any source of images."""
+
+import itertools
+import logging
+import pathlib
+import warnings
+
+import keras
+import numpy as np
+import tqdm
+
+from keras_vit22b.layers import TokenPooling
+from keras_vit22b.probing.image_folder import ImageFolder
+
+logger = logging.getLogger(__name__)
+
+PRESET = "preset"
+
+
+def extract_features(
+    backbone,
+    images,
+    *,
+    blocks=None,
+    pooling=None,
+    normed=True,
+    batch_size=32,
+    image_converter=PRESET,
+    return_labels=False,
+    skip_unreadable=False,
+    progress=False,
+):
+    """Return the frozen features of images.
+
+    Args:
+        backbone: a `ViT22BBackbone`.
+        images: one of
+
+            - an array `(n, height, width)` or `(n, height, width, channels)`,
+              or a list of images of any sizes, with values of 0 to 255;
+            - the path of a folder of images, one sub-folder a class, or an
+              `ImageFolder`; images come in sorted order;
+            - an iterable of batches, such as a `tf.data.Dataset`, a grain or
+              torch loader: images, or tuples of images and labels.
+        blocks: int or list of int. Blocks whose tokens are pooled and
+            concatenated; negative ones count from the last. Defaults to
+            `None`: the backbone's `"pooled_output"`.
+        pooling: `"map"`, `"cls"` or `"mean"`. How tokens are pooled. Defaults
+            to `None`: as the backbone does.
+        normed: bool. Whether tokens of `blocks` go through the backbone's
+            last norm. Defaults to `True`.
+        batch_size: int. Images a step. The last step is padded, so that one
+            compiled shape serves. Defaults to `32`.
+        image_converter: a callable from images to the model's input. Defaults
+            to `"preset"`: that of the preset. `None` for images that are
+            converted already.
+        return_labels: bool. Whether to return labels as well. Defaults to
+            `False`.
+        skip_unreadable: bool. Whether to leave out images of a folder that
+            cannot be decoded, with a warning in the log, instead of stopping.
+            Defaults to `False`.
+        progress: bool. Whether to show a progress bar. Defaults to `False`.
+
+    Returns:
+        A float32 array `(n, d)`, or a pair of it and the labels `(n,)`.
+
+    Raises:
+        ValueError: if there are no images, an image holds NaN or cannot be
+            decoded, or labels are asked for and absent.
+
+    Example:
+    ```python
+    backbone = keras_vit22b.from_preset("vit1m_patch4_28_fashion_glyphs")
+    features = keras_vit22b.extract_features(backbone, "photos/")
+    ```
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be positive. Received: {batch_size}")
+    if isinstance(image_converter, str):
+        if image_converter != PRESET:
+            raise ValueError(
+                "image_converter must be a callable, None or 'preset'. "
+                f"Received: {image_converter!r}."
+            )
+        image_converter = backbone.image_converter
+    model = _feature_model(backbone, blocks, pooling, normed)
+    samples, total = _samples(images, skip_unreadable)
+    features, labels = [], []
+    with tqdm.tqdm(
+        total=total, unit="image", disable=not progress, desc="features"
+    ) as bar:
+        for batch, batch_labels in _batches(samples, batch_size):
+            inputs = _convert(batch, image_converter, backbone.image_shape)
+            padding = [(0, batch_size - len(batch))] + [(0, 0)] * 3
+            outputs = model.predict_on_batch(np.pad(inputs, padding))
+            features.append(np.asarray(outputs, "float32")[: len(batch)])
+            labels.extend(batch_labels)
+            bar.update(len(batch))
+    if not features:
+        raise ValueError("There are no images to extract features from.")
+    features = np.concatenate(features)
+    if not np.isfinite(features).all():
+        bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
+        raise ValueError(
+            f"Features of {len(bad)} images are not finite, first of image "
+            f"{bad[0]}. In float16, try bfloat16 or float32."
+        )
+    if not return_labels:
+        return features
+    if any(label is None for label in labels):
+        raise ValueError(
+            "return_labels is True, but the images have no labels. A folder "
+            "needs one sub-folder a class; a loader, (images, labels) tuples."
+        )
+    return features, np.asarray(labels)
+
+
+def _feature_model(backbone, blocks, pooling, normed):
+    """Return a model from images to `(batch, d)`, made once a backbone."""
+    if isinstance(blocks, int):
+        blocks = (blocks,)
+    key = (None if blocks is None else tuple(blocks), pooling, normed)
+    # Past Keras' tracking: the model is no part of the backbone.
+    models = backbone.__dict__.setdefault("_feature_models", {})
+    if key not in models:
+        models[key] = _make_feature_model(backbone, *key)
+    return models[key]
+
+
+def _make_feature_model(backbone, blocks, pooling, normed):
+    if blocks is None:
+        if pooling in (None, backbone.pooling):
+            return keras.Model(backbone.input, backbone.output["pooled_output"])
+        tokens = [backbone.output["sequence_output"]]
+    elif not blocks:
+        raise ValueError("blocks is empty; name at least one block, or None.")
+    else:
+        outputs = backbone.block_model(blocks, normed=normed).output
+        tokens = [outputs[f"block_{i % backbone.num_layers}"] for i in blocks]
+    pooling = pooling or backbone.pooling
+    has = {"map": backbone.pooling == "map", "cls": backbone.pooling == "cls"}
+    if not has.get(pooling, pooling == "mean"):
+        usable = [p for p in ("map", "cls") if has[p]] + ["mean"]
+        raise ValueError(
+            f"This backbone cannot pool by {pooling!r}; it can by "
+            f"{' or '.join(map(repr, usable))}."
+        )
+    prefix = backbone.num_prefix_tokens
+    if pooling == "map":
+        pooled = [backbone.pooler(t[:, prefix:]) for t in tokens]
+    else:
+        pool = TokenPooling(pooling, num_prefix_tokens=prefix, dtype="float32")
+        pooled = [pool(t) for t in tokens]
+    if len(pooled) > 1:
+        pooled = [keras.ops.concatenate(pooled, axis=-1)]
+    return keras.Model(backbone.input, pooled[0])
+
+
+def _samples(images, skip_unreadable):
+    """Return an iterator over `(image, label or None)` and its length."""
+    if isinstance(images, (str, pathlib.Path)):
+        images = ImageFolder(images)
+    if isinstance(images, ImageFolder):
+        return _folder_samples(images, skip_unreadable), len(images)
+    if isinstance(images, (list, tuple)):
+        return ((np.asarray(x), None) for x in images), len(images)
+    if hasattr(images, "shape"):
+        if len(images.shape) not in (3, 4):
+            raise ValueError(
+                "An array of images must be (n, height, width) or (n, height, "
+                f"width, channels). Received shape {tuple(images.shape)}."
+            )
+        return ((np.asarray(x), None) for x in images), len(images)
+    if hasattr(images, "__iter__"):
+        return _loader_samples(images), None
+    raise ValueError(
+        "images must be an array, a list, a folder or an iterable of batches. "
+        f"Received: {type(images).__name__}."
+    )
+
+
+def _folder_samples(folder, skip_unreadable):
+    for index in range(len(folder)):
+        try:
+            image = folder[index]
+        except ValueError as error:
+            if not skip_unreadable:
+                raise ValueError(
+                    f"{error}. skip_unreadable=True leaves it out."
+                ) from error
+            logger.warning("%s; left out.", error)
+            continue
+        label = None if folder.labels is None else folder.labels[index]
+        yield image, label
+
+
+def _loader_samples(loader):
+    for element in loader:
+        labels = itertools.repeat(None)
+        if isinstance(element, (tuple, list)):
+            element, *rest = element
+            if rest:
+                labels = np.asarray(rest[0])
+        elif isinstance(element, dict):
+            raise ValueError(
+                "A loader must give images or (images, labels). Received a "
+                f"dict with keys {sorted(element)}."
+            )
+        yield from zip(np.asarray(element), labels)
+
+
+def _batches(samples, batch_size):
+    while batch := list(itertools.islice(samples, batch_size)):
+        images, labels = zip(*batch)
+        yield images, labels
+
+
+def _convert(images, converter, image_shape):
+    """Return one float32 array of the model's input for a list of images."""
+    images = [x[..., None] if x.ndim == 2 else x for x in images]
+    for image in images:
+        if image.ndim != 3:
+            raise ValueError(
+                "An image must be (height, width) or (height, width, "
+                f"channels). Received shape {image.shape}."
+            )
+        if image.dtype.kind == "f" and not np.isfinite(image).all():
+            raise ValueError("An image holds NaN or infinite values.")
+    if converter is not None:
+        _warn_unit_range(images)
+        # Images of one size are converted together.
+        if len({x.shape for x in images}) == 1:
+            inputs = _to_numpy(converter(np.stack(images)))
+        else:
+            inputs = np.concatenate(
+                [_to_numpy(converter(x[None])) for x in images]
+            )
+    else:
+        inputs = np.stack(images).astype("float32")
+    if inputs.shape[1:] != tuple(image_shape):
+        raise ValueError(
+            f"The model takes images of shape {tuple(image_shape)}. Received "
+            f"{inputs.shape[1:]}; an image_converter would resize them."
+        )
+    return inputs
+
+
+def _warn_unit_range(images):
+    if all(x.dtype.kind == "f" and 0 < x.max() <= 1 for x in images):
+        warnings.warn(
+            "Images look scaled to 0..1, but the preset's converter expects "
+            "0..255. Multiply by 255, or pass image_converter=None for images "
+            "that are converted already.",
+            stacklevel=3,
+        )
+
+
+def _to_numpy(tensor):
+    if type(tensor).__module__.startswith("tensorflow"):
+        return tensor.numpy()
+    return keras.ops.convert_to_numpy(tensor)
