@@ -67,6 +67,10 @@ class _GroupedProjection(keras.layers.EinsumDense):
             **self._einsum(hidden_dim, num_heads, mlp_dim, use_bias), **kwargs
         )
 
+    def quantize(self, mode=None, type_check=True, config=None):
+        # Keras quantizes no subclass unless told that it may.
+        super().quantize(mode, type_check=False, config=config)
+
     def get_config(self):
         config = super().get_config()
         for key in self._einsum(**self._sizes):

@@ -86,13 +86,14 @@ class QKNormAttention(keras.layers.Layer):
         if self.qk_norm is not None:
             query = self.query_norm(query)
             key = self.key_norm(key)
-        # TensorFlow's dot_product_attention rounds logits to the compute
-        # dtype; the other backends keep them in float32.
-        rounds_logits = (
-            keras.config.backend() == "tensorflow"
-            and self.compute_dtype != "float32"
+        # Fused attention is not for every dtype: in half precision,
+        # TensorFlow's rounds logits to the compute dtype, and JAX has none
+        # for float16 on a CPU.
+        fused = self.compute_dtype == "float32" or (
+            self.compute_dtype == "bfloat16"
+            and keras.config.backend() != "tensorflow"
         )
-        if not return_attention and not rounds_logits:
+        if fused and not return_attention:
             return ops.dot_product_attention(query, key, value)
         logits = self._logits(query, key)
         weights = ops.softmax(logits, axis=-1)
