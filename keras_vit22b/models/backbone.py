@@ -84,6 +84,9 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
     Reference: [Dehghani et al., 2023](https://arxiv.org/abs/2302.05442)
     """
 
+    # The `ViT22BImageConverter` of the preset, if there is one.
+    image_converter = None
+
     def __init__(
         self,
         image_shape,
@@ -242,15 +245,12 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
         """int. Tokens before the first patch: class token and registers."""
         return self.patch_embedding.num_prefix_tokens
 
-    @property
-    def image_converter(self):
-        """The `ViT22BImageConverter` of the preset, or `None`."""
-        return self.__dict__.get("_image_converter")
-
-    @image_converter.setter
-    def image_converter(self, converter):
-        # Past Keras' tracking: preprocessing is not part of the model.
-        self.__dict__["_image_converter"] = converter
+    def __setattr__(self, name, value):
+        if name == "image_converter":
+            # Past Keras' tracking: preprocessing is not part of the model.
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def block_model(self, blocks, *, normed):
         """Return a model that gives the tokens after chosen blocks.
