@@ -1,0 +1,68 @@
+"""Fixtures that tests of several rooms share."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def same_seed_and_policy():
+    """Start each test from one seed, and undo what it sets globally."""
+    keras.utils.set_random_seed(0)
+    yield
+    keras.config.set_dtype_policy("float32")
+    keras.config.set_image_data_format("channels_last")
+
+
+@pytest.fixture
+def make_backbone():
+    """Make a tiny backbone; `random=True` moves every weight off its start."""
+
+    def make(image_shape=(8, 12, 3), patch_size=4, *, random=False, **options):
+        from keras_vit22b import ViT22BBackbone
+
+        sizes = {
+            "num_layers": 2,
+            "num_heads": 2,
+            "hidden_dim": 8,
+            "mlp_dim": 16,
+        }
+        backbone = ViT22BBackbone(image_shape, patch_size, **sizes | options)
+        if random:
+            randomize(backbone)
+        return backbone
+
+    return make
+
+
+@pytest.fixture
+def images():
+    """Three images for the backbone of `make_backbone`."""
+    return np.random.default_rng(1).normal(size=(3, 8, 12, 3)).astype("float32")
+
+
+@pytest.fixture(name="randomize")
+def randomize_fixture():
+    """Give a layer or model weights that no initializer would give."""
+    return randomize
+
+
+def randomize(model, seed=2):
+    generator = np.random.default_rng(seed)
+    for weight in model.weights:
+        # Wide, so that a wrong norm, scale or nonlinearity shows.
+        weight.assign(generator.normal(0.2, 0.5, weight.shape))
+
+
+@pytest.fixture
+def arrays():
+    """Copy a layer's or a model's weights to NumPy arrays, in order."""
+
+    def arrays(model):
+        return [keras.ops.convert_to_numpy(w.value) for w in model.weights]
+
+    return arrays

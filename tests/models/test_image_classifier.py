@@ -1,0 +1,137 @@
+"""A linear head on the frozen feature."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_vit22b import ViT22BImageClassifier
+from keras_vit22b import ViT22BImageConverter
+
+LABELS = np.array([0, 1, 0])
+
+
+@pytest.fixture
+def pixels():
+    generator = np.random.default_rng(8)
+    return generator.integers(0, 256, (3, 9, 14, 3), "uint8")
+
+
+def test_scores_are_the_head_of_the_pooled_output(
+    make_backbone, images, randomize
+):
+    backbone = make_backbone()
+    classifier = ViT22BImageClassifier(backbone, 5)
+    np.testing.assert_array_equal(classifier(images), np.zeros((3, 5)))
+    randomize(classifier)
+    kernel = ops.convert_to_numpy(classifier.head.kernel)
+    bias = ops.convert_to_numpy(classifier.head.bias)
+    pooled = ops.convert_to_numpy(backbone(images)["pooled_output"])
+    np.testing.assert_allclose(
+        classifier(images), pooled @ kernel + bias, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_head_is_float32_on_a_half_precision_backbone(
+    make_backbone, images
+):
+    classifier = ViT22BImageClassifier(
+        make_backbone(dtype="mixed_bfloat16"), 2, activation="softmax"
+    )
+    scores = classifier(images)
+    assert keras.backend.standardize_dtype(scores.dtype) == "float32"
+    np.testing.assert_allclose(ops.sum(scores, -1), 1, atol=1e-6)
+
+
+def test_config_round_trip(make_backbone):
+    classifier = ViT22BImageClassifier(
+        make_backbone(num_registers=1),
+        2,
+        preprocessor=ViT22BImageConverter((8, 12)).make_preprocessor(),
+        activation="sigmoid",
+        dropout=0.2,
+        class_names=["shirt", "shoe"],
+        head_dtype="bfloat16",
+        name="mine",
+    )
+    config = classifier.get_config()
+    copy = ViT22BImageClassifier.from_config(config)
+    assert copy.get_config() == classifier.get_config()
+    assert copy.class_names == ["shirt", "shoe"]
+    assert copy.head.dtype_policy.name == "bfloat16"
+    assert copy.backbone.num_registers == 1
+    assert copy.preprocessor.image_converter.image_size == (8, 12)
+
+
+def test_whole_model_saved_equals_loaded(
+    make_backbone, pixels, randomize, tmp_path
+):
+    classifier = ViT22BImageClassifier(
+        make_backbone(),
+        2,
+        preprocessor=ViT22BImageConverter((8, 12)).make_preprocessor(),
+    )
+    randomize(classifier)
+    classifier.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(
+        loaded.predict(pixels, verbose=0), classifier.predict(pixels, verbose=0)
+    )
+
+
+def test_raw_images_are_preprocessed(make_backbone, pixels, randomize):
+    converter = ViT22BImageConverter((8, 12))
+    classifier = ViT22BImageClassifier(
+        make_backbone(), 2, preprocessor=converter.make_preprocessor()
+    )
+    randomize(classifier)
+    scores = classifier.predict(pixels, verbose=0)
+    classifier.preprocessor = None
+    np.testing.assert_allclose(
+        classifier.predict(ops.convert_to_numpy(converter(pixels)), verbose=0),
+        scores,
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("block", ["parallel", "sequential"])
+def test_fit_learns_with_everything_on(make_backbone, pixels, block):
+    """Preprocessing, mixed precision, dropout, stochastic depth and remat."""
+    classifier = ViT22BImageClassifier(
+        make_backbone(
+            block=block,
+            dtype="mixed_bfloat16",
+            dropout_rate=0.1,
+            drop_path_rate=0.1,
+            remat=True,
+        ),
+        2,
+        preprocessor=ViT22BImageConverter((8, 12)).make_preprocessor(),
+        dropout=0.1,
+    )
+    classifier.compile(
+        keras.optimizers.Adam(0.01),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    losses = classifier.fit(
+        pixels, LABELS, epochs=20, batch_size=3, verbose=0
+    ).history["loss"]
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-3)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_frozen_backbone_stays_as_it_was(make_backbone, images, arrays):
+    backbone = make_backbone(random=True)
+    backbone.trainable = False
+    classifier = ViT22BImageClassifier(backbone, 2)
+    before = arrays(backbone)
+    classifier.fit(images, LABELS, epochs=2, verbose=0)
+    for ours, theirs in zip(arrays(backbone), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert ops.convert_to_numpy(classifier.head.kernel).any()
+
+
+def test_class_names_must_be_one_a_class(make_backbone):
+    with pytest.raises(ValueError, match="1 class_names for 2 classes"):
+        ViT22BImageClassifier(make_backbone(), 2, class_names=["shirt"])
