@@ -62,6 +62,7 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
         dtype: string or `keras.DTypePolicy`. Defaults to `None`: the global
             policy.
         name: string. Defaults to `None`.
+        trainable: bool. Defaults to `True`.
 
     Returns:
         A model from images `(batch, height, width, channels)`, as
@@ -111,7 +112,8 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
         drop_path_rate=0.0,
         remat=False,
         dtype=None,
-        **kwargs,
+        name=None,
+        trainable=True,
     ):
         image_shape = tuple(image_shape)
         _check_choice("pooling", pooling, POOLINGS)
@@ -191,7 +193,8 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
             inputs=images,
             outputs={"sequence_output": tokens, "pooled_output": pooled},
             dtype=dtype,
-            **kwargs,
+            name=name,
+            trainable=trainable,
         )
 
         # === Config ===

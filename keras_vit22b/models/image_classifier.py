@@ -29,7 +29,9 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
         class_names: list of strings, one a class, or `None`. Defaults to
             `None`.
         head_dtype: string or `keras.DTypePolicy`. Defaults to `"float32"`.
-        **kwargs: `keras_hub.models.Task` arguments, such as `compile`.
+        compile: bool. Whether to compile with default arguments. Defaults to
+            `True`.
+        name: string. Defaults to `None`.
 
     Returns:
         A model from images to scores `(batch, num_classes)`.
@@ -58,7 +60,8 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
         dropout=0.0,
         class_names=None,
         head_dtype=None,
-        **kwargs,
+        compile=True,
+        name=None,
     ):
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(
@@ -86,7 +89,7 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
         outputs = self.head(self.output_dropout(pooled))
         # Past ImageClassifier, whose constructor pools feature maps.
         super(keras_hub.models.ImageClassifier, self).__init__(
-            inputs=images, outputs=outputs, **kwargs
+            inputs=images, outputs=outputs, compile=compile, name=name
         )
 
         # === Config ===
@@ -106,6 +109,24 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
         if metrics is None or (metrics == "auto" and loss != "auto"):
             metrics = []  # Keras keeps earlier metrics when given None.
         super().compile(optimizer, loss, metrics=metrics, **kwargs)
+
+    # Without a preprocessor, keras-hub's pipeline would only keep Keras from
+    # taking PyDatasets, torch loaders and generators, and from shuffling.
+
+    def fit(self, *args, **kwargs):
+        if self.preprocessor is None:
+            return keras.Model.fit(self, *args, **kwargs)
+        return super().fit(*args, **kwargs)
+
+    def evaluate(self, *args, **kwargs):
+        if self.preprocessor is None:
+            return keras.Model.evaluate(self, *args, **kwargs)
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args, **kwargs):
+        if self.preprocessor is None:
+            return keras.Model.predict(self, *args, **kwargs)
+        return super().predict(*args, **kwargs)
 
     @classmethod
     def _from_folder(
