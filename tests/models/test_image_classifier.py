@@ -95,12 +95,10 @@ def test_raw_images_are_preprocessed(make_backbone, pixels, randomize):
     )
 
 
-@pytest.mark.parametrize("block", ["parallel", "sequential"])
-def test_fit_learns_with_everything_on(make_backbone, pixels, block):
+def test_fit_learns_with_everything_on(make_backbone, pixels):
     """Preprocessing, mixed precision, dropout, stochastic depth and remat."""
     classifier = ViT22BImageClassifier(
         make_backbone(
-            block=block,
             dtype="mixed_bfloat16",
             dropout_rate=0.1,
             drop_path_rate=0.1,

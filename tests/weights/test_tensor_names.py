@@ -1,0 +1,165 @@
+"""The names and shapes on disk are the format: they are spelled out here."""
+
+import pytest
+
+from keras_vit22b import ViT22BImageClassifier
+
+EMBEDDING = {
+    "patch_embedding.kernel": (48, 8),
+    "patch_embedding.bias": (8,),
+    "position_embedding": (6, 8),
+}
+PARALLEL = {
+    "norm.scale": (8,),
+    "query_norm.scale": (4,),
+    "key_norm.scale": (4,),
+    "in_projection.kernel": (8, 2, 3 * 4 + 8),
+    "in_projection.mlp_bias": (2, 8),
+    "out_projection.kernel": (2, 4 + 8, 8),
+    "out_projection.bias": (8,),
+}
+SEQUENTIAL = {
+    "norm.scale": (8,),
+    "query_norm.scale": (4,),
+    "key_norm.scale": (4,),
+    "qkv_projection.kernel": (8, 2, 12),
+    "attention_out.kernel": (2, 4, 8),
+    "attention_out.bias": (8,),
+    "mlp_norm.scale": (8,),
+    "mlp_in.kernel": (8, 16),
+    "mlp_in.bias": (16,),
+    "mlp_out.kernel": (16, 8),
+    "mlp_out.bias": (8,),
+}
+POOLING = {
+    "pooling.probe": (1, 8),
+    "pooling.query.kernel": (8, 2, 4),
+    "pooling.query.bias": (2, 4),
+    "pooling.key.kernel": (8, 2, 4),
+    "pooling.key.bias": (2, 4),
+    "pooling.value.kernel": (8, 2, 4),
+    "pooling.value.bias": (2, 4),
+    "pooling.out.kernel": (2, 4, 8),
+    "pooling.out.bias": (8,),
+    "pooling.norm.scale": (8,),
+    "pooling.mlp_in.kernel": (8, 16),
+    "pooling.mlp_in.bias": (16,),
+    "pooling.mlp_out.kernel": (16, 8),
+    "pooling.mlp_out.bias": (8,),
+}
+FINAL_NORM = {"final_norm.scale": (8,)}
+
+
+def blocks(tensors, count=2):
+    return {
+        f"blocks.{i}.{name}": shape
+        for i in range(count)
+        for name, shape in tensors.items()
+    }
+
+
+def norm_biases(tensors):
+    """Return the biases that layer norms have and RMS norms lack."""
+    return {
+        name.removesuffix("scale") + "bias": shape
+        for name, shape in tensors.items()
+        if "norm." in name
+    }
+
+
+FORMATS = {
+    "parallel": (
+        {},
+        EMBEDDING | blocks(PARALLEL) | FINAL_NORM | POOLING,
+    ),
+    "parallel, all options": (
+        {
+            "norm": "layer",
+            "qk_norm": "layer",
+            "use_qkv_bias": True,
+            "layer_scale": 0.1,
+            "pre_norm": True,
+            "pooling": "cls",
+            "num_registers": 3,
+        },
+        EMBEDDING
+        | {
+            "class_token": (1, 8),
+            "class_position": (1, 8),
+            "registers": (3, 8),
+            "pre_norm.scale": (8,),
+            "pre_norm.bias": (8,),
+        }
+        | blocks(
+            PARALLEL
+            | norm_biases(PARALLEL)
+            | {"in_projection.qkv_bias": (2, 12), "layer_scale": (8,)}
+        )
+        | FINAL_NORM
+        | norm_biases(FINAL_NORM),
+    ),
+    "sequential": (
+        {"block": "sequential", "pooling": "mean"},
+        EMBEDDING | blocks(SEQUENTIAL) | FINAL_NORM,
+    ),
+    "sequential, all options": (
+        {
+            "block": "sequential",
+            "norm": "layer",
+            "qk_norm": "layer",
+            "use_qkv_bias": True,
+            "layer_scale": 0.1,
+        },
+        EMBEDDING
+        | blocks(
+            SEQUENTIAL
+            | norm_biases(SEQUENTIAL)
+            | {
+                "qkv_projection.bias": (2, 12),
+                "attention_scale": (8,),
+                "mlp_scale": (8,),
+            }
+        )
+        | FINAL_NORM
+        | norm_biases(FINAL_NORM)
+        | POOLING
+        | {"pooling.norm.bias": (8,)},
+    ),
+    "no norm of queries and keys": (
+        {"qk_norm": None, "pooling": "mean", "num_layers": 1},
+        EMBEDDING
+        | blocks(
+            {n: s for n, s in PARALLEL.items() if n[:3] not in ("que", "key")},
+            count=1,
+        )
+        | FINAL_NORM,
+    ),
+}
+
+
+@pytest.mark.parametrize("options, expected", FORMATS.values(), ids=FORMATS)
+def test_names_and_shapes_are_the_format(make_backbone, options, expected):
+    tensors = make_backbone(**options).tensors()
+    assert {n: tuple(v.shape) for n, v in tensors.items()} == expected
+
+
+def test_a_classifier_adds_its_head(make_backbone):
+    backbone = make_backbone()
+    tensors = ViT22BImageClassifier(backbone, 5).tensors()
+    added = {n: v for n, v in tensors.items() if n not in backbone.tensors()}
+    assert {n: tuple(v.shape) for n, v in added.items()} == {
+        "head.kernel": (8, 5),
+        "head.bias": (5,),
+    }
+
+
+def test_names_do_not_depend_on_the_models_name(make_backbone):
+    one, other = make_backbone(name="one"), make_backbone(name="other")
+    assert list(one.tensors()) == list(other.tensors())
+
+
+def test_a_weight_without_a_name_is_an_error(make_backbone):
+    backbone = make_backbone()
+    backbone.blocks[0].in_projection.enable_lora(2)
+    with pytest.raises(RuntimeError, match="weights have no .*lora_kernel"):
+        backbone.tensors()
