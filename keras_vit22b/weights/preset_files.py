@@ -119,7 +119,7 @@ def read_json(path):
     """Read a JSON object from a file, with a clear error."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"Cannot read {path}: {error}.") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object.")

@@ -92,7 +92,8 @@ def test_a_folder_without_config_is_refused(folder):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "3", "null", '{"config": ', "\x00"],
+    ["", "{", "[]", "3", "null", '{"config": ', "\x00", "[" * 100_000],
+    ids=lambda text: text[:11],
 )
 @pytest.mark.parametrize("file", ["config.json", "image_converter.json"])
 def test_json_that_is_none_is_refused(folder, file, text):
