@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-DEFAULT_PRESET = "vit1m_patch4_28_fashion_glyphs"
+DEFAULT_PRESET = "vit1500k_patch7_28_fashion_glyphs"
 
 app = typer.Typer(
     help="ViT-22B as a Keras 3 model package.",

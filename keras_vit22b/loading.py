@@ -8,7 +8,7 @@ def from_preset(handle, load_weights=True, **kwargs):
 
     Example:
     ```python
-    backbone = keras_vit22b.from_preset("vit1m_patch4_28_fashion_glyphs")
+    backbone = keras_vit22b.from_preset("vit1500k_patch7_28_fashion_glyphs")
     features = keras_vit22b.extract_features(backbone, images)
     ```
     """

@@ -79,7 +79,7 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
     backbone(np.zeros((1, 28, 28, 1)))["pooled_output"].shape  # (1, 32)
 
     # A trained one.
-    backbone = keras_vit22b.from_preset("vit1m_patch4_28_fashion_glyphs")
+    backbone = keras_vit22b.from_preset("vit1500k_patch7_28_fashion_glyphs")
     ```
 
     Reference: [Dehghani et al., 2023](https://arxiv.org/abs/2302.05442)

@@ -39,7 +39,7 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
     Example:
     ```python
     classifier = keras_vit22b.ViT22BImageClassifier.from_preset(
-        "vit1m_patch4_28_fashion_glyphs", num_classes=10
+        "vit1500k_patch7_28_fashion_glyphs", num_classes=10
     )
     classifier.fit(images, labels, batch_size=64)
     ```

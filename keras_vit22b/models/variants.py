@@ -6,9 +6,6 @@ https://arxiv.org/abs/2106.04560; ViT-e, https://arxiv.org/abs/2209.06794
 
 import dataclasses
 
-IMAGENET_SCALE = 1 / 127.5
-IMAGENET_OFFSET = -1.0
-
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
@@ -97,8 +94,12 @@ VARIANTS = {
             "Ours: a proxy of ViT-Ti's size.",
         ),
         Variant(
-            "vit600k_patch7_28", 96, 4, 384, 3, 7, _GRAY_28,
+            "vit1500k_patch7_28", 160, 4, 640, 5, 7, _GRAY_28,
             "Ours: a proxy for small gray images.",
+        ),
+        Variant(
+            "vit600k_patch7_28", 96, 4, 384, 3, 7, _GRAY_28,
+            "Ours: a smaller proxy for small gray images.",
         ),
         Variant(
             "vit250k_patch7_28", 64, 4, 256, 2, 7, _GRAY_28,

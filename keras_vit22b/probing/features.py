@@ -70,7 +70,7 @@ def extract_features(
 
     Example:
     ```python
-    backbone = keras_vit22b.from_preset("vit1m_patch4_28_fashion_glyphs")
+    backbone = keras_vit22b.from_preset("vit1500k_patch7_28_fashion_glyphs")
     features = keras_vit22b.extract_features(backbone, "photos/")
     ```
     """
