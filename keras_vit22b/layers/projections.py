@@ -88,7 +88,8 @@ class InProjection(_GroupedProjection):
         num_heads: int. Must divide `hidden_dim` and `mlp_dim`.
         mlp_dim: int. `0` for attention alone. Defaults to `0`.
         use_bias: bool. Defaults to `False`.
-        **kwargs: `keras.layers.EinsumDense` arguments.
+        **kwargs: `keras.layers.EinsumDense` arguments, but those that the
+            sizes settle: equation, shapes, bias axes and kernel initializer.
 
     Call arguments:
         inputs: tensor `(batch, tokens, hidden_dim)`.
@@ -124,7 +125,8 @@ class OutProjection(_GroupedProjection):
         num_heads: int. Must divide `hidden_dim` and `mlp_dim`.
         mlp_dim: int. `0` for attention alone. Defaults to `0`.
         use_bias: bool. Defaults to `False`.
-        **kwargs: `keras.layers.EinsumDense` arguments.
+        **kwargs: `keras.layers.EinsumDense` arguments, but those that the
+            sizes settle: equation, shapes, bias axes and kernel initializer.
 
     Call arguments:
         inputs: tensor `(batch, tokens, num_heads, head_dim + mlp_dim /

@@ -132,9 +132,11 @@ class TransformerBlock(keras.layers.Layer):
         seed = seeds.pop(0)
         if not rate:
             return x
-        return keras.random.dropout(
-            x, rate, noise_shape=noise_shape, seed=_DrawnSeed(seed)
+        # keras.random.dropout on torch would look into the seed.
+        drawn = keras.random.uniform(
+            noise_shape or ops.shape(x), seed=_DrawnSeed(seed)
         )
+        return ops.where(drawn >= rate, x / (1 - rate), ops.zeros_like(x))
 
     def _add_branch(self, inputs, branch, scale, seeds):
         """Return `inputs + drop_path(scale * dropout(branch))`."""

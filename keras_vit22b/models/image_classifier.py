@@ -105,7 +105,14 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
 
         The metric of `"auto"`, sparse accuracy, suits only the loss of
         `"auto"`, sparse cross-entropy. With another loss `"auto"` means none.
+        A head with `activation="sigmoid"` takes multi-hot labels: there
+        `"auto"` means binary cross-entropy and accuracy.
         """
+        is_sigmoid = self.head.activation is keras.activations.sigmoid
+        if is_sigmoid and loss == "auto":
+            loss = keras.losses.BinaryCrossentropy()
+            if metrics == "auto":
+                metrics = [keras.metrics.BinaryAccuracy()]
         if metrics is None or (metrics == "auto" and loss != "auto"):
             metrics = []  # Keras keeps earlier metrics when given None.
         super().compile(optimizer, loss, metrics=metrics, **kwargs)

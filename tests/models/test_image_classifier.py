@@ -133,3 +133,36 @@ def test_a_frozen_backbone_stays_as_it_was(make_backbone, images, arrays):
 def test_class_names_must_be_one_a_class(make_backbone):
     with pytest.raises(ValueError, match="1 class_names for 2 classes"):
         ViT22BImageClassifier(make_backbone(), 2, class_names=["shirt"])
+
+
+def test_a_sigmoid_head_takes_multi_hot_labels(make_backbone, images):
+    classifier = ViT22BImageClassifier(make_backbone(), 3, activation="sigmoid")
+    labels = np.ones((len(images), 3), "float32")
+    history = classifier.fit(images, labels, verbose=0).history
+    # A head at zero says 1/2, whatever the label.
+    np.testing.assert_allclose(history["loss"], np.log(2), atol=1e-5)
+    assert "binary_accuracy" in history
+
+
+@pytest.mark.parametrize("metrics", [None, "auto"])
+def test_another_loss_does_not_keep_the_default_metric(
+    make_backbone, images, metrics
+):
+    classifier = ViT22BImageClassifier(make_backbone(), 3)
+    classifier.compile("sgd", "mse", metrics=metrics)
+    labels = np.zeros((len(images), 3), "float32")
+    assert set(classifier.fit(images, labels, verbose=0).history) == {"loss"}
+
+
+def test_without_preprocessor_fit_takes_any_loader(make_backbone, images):
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return images, np.zeros(len(images), "int32")
+
+    classifier = ViT22BImageClassifier(make_backbone(), 3)
+    classifier.fit(Batches(), verbose=0)
+    assert classifier.evaluate(Batches(), verbose=0)
+    assert len(classifier.predict(Batches(), verbose=0)) == 2 * len(images)
