@@ -1,0 +1,1 @@
+"""Models on meshes of devices (JAX)."""
