@@ -50,7 +50,7 @@ def set_value(variable, stored):
     if sharding is None:
         value = stored.read()
     else:
-        from keras_vit22b.distribution.sharded_array import sharded_array
+        from keras_vit22b.weights.jax_arrays import sharded_array
 
         value = sharded_array(variable.shape, sharding, stored.read_slice)
     if not is_abstract(variable):

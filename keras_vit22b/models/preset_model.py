@@ -15,6 +15,8 @@ from keras_vit22b.weights.preset_folder import replacing_file
 from keras_vit22b.weights.preset_folder import replacing_folder
 from keras_vit22b.weights.shards import KERAS_INDEX_FILE
 from keras_vit22b.weights.shards import Shards
+from keras_vit22b.weights.shards import is_first_process
+from keras_vit22b.weights.shards import num_processes
 from keras_vit22b.weights.shards import write_one_file
 from keras_vit22b.weights.shards import write_shards
 from keras_vit22b.weights.tensor_loading import stored_tensors
@@ -120,20 +122,26 @@ class PresetModel:
             max_shard_size: int of bytes, or string such as `"5GB"` (decimal).
                 Larger weights are split into several files. Defaults to
                 `"5GB"`.
+
+        If several processes hold the model, all must call this, with a folder
+        that all see; each writes what it holds.
         """
+        path = pathlib.Path(preset_dir)
         tensors = self._tensors_to_save()
-        with replacing_folder(preset_dir) as folder:
+        with _replacing_folder(path) as folder:
             digests = write_shards(
                 folder, tensors, self._grid_size, max_shard_size
             )
+            if not is_first_process():
+                return
             files = self._preset_json()
             files[preset_files.METADATA_FILE]["sha256"] = digests
             for name, content in files.items():
                 preset_files.write_json(folder / name, content)
-            card = pathlib.Path(preset_dir) / preset_files.CARD_FILE
-            if not card.exists():
-                text = _card(pathlib.Path(preset_dir).name, files)
-                (folder / card.name).write_text(text, encoding="utf-8")
+            if not (path / preset_files.CARD_FILE).exists():
+                (folder / preset_files.CARD_FILE).write_text(
+                    _card(path.name, files), encoding="utf-8"
+                )
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
         """Save weights; a `.safetensors` file gets this package's names.
@@ -184,6 +192,15 @@ class PresetModel:
             shards, variables, self._grid_size
         ):
             set_value(variable, stored)
+
+
+def _replacing_folder(path):
+    """Replace a folder alone, or with the other processes of the model."""
+    if num_processes() == 1:
+        return replacing_folder(path)
+    from keras_vit22b.weights.jax_arrays import replacing_folder_together
+
+    return replacing_folder_together(path)
 
 
 def _card(title, files):

@@ -123,22 +123,34 @@ def replacing_file(path):
         temporary.unlink(missing_ok=True)
 
 
+def staging_path(path, owner=None):
+    """Return where a save makes the new folder: beside the old one.
+
+    Args:
+        path: path of the folder.
+        owner: string. Who saves. Defaults to `None`: this process.
+    """
+    path = pathlib.Path(os.path.realpath(path))
+    owner = owner or f"{socket.gethostname()}-{os.getpid()}"
+    return path.with_name(f".{path.name}.{owner}{SUFFIX}")
+
+
 @contextlib.contextmanager
-def replacing_folder(path):
+def replacing_folder(path, owner=None):
     """Yield a new folder that becomes `path` if the body succeeds.
 
     Files of the old folder that no save makes, such as notes, are kept.
 
     Args:
         path: path of the folder.
+        owner: string. Who saves. Defaults to `None`: this process.
     """
+    staging = staging_path(path, owner)
     path = pathlib.Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file, not a folder.")
     _remove_leftovers(path)
-    owner = f"{socket.gethostname()}-{os.getpid()}"
-    staging = path.with_name(f".{path.name}.{owner}{SUFFIX}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:

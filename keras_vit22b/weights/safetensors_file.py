@@ -134,29 +134,16 @@ def write_safetensors(file, tensors, metadata):
     Returns:
         The file's sha256, in hexadecimal.
     """
-    # Larger elements first, so that every tensor is aligned to its own.
-    tensors = sorted(tensors, key=lambda t: -np.dtype(t[1]).itemsize)
-    header, offset = {"__metadata__": metadata}, 0
-    for name, dtype, shape, _ in tensors:
-        size = math.prod(shape) * np.dtype(dtype).itemsize
-        header[name] = {
-            "dtype": CODES[np.dtype(dtype)],
-            "shape": list(shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    for part in (len(text).to_bytes(8, "little"), text):
-        digest.update(part)
-        file.write(part)
-    for name, dtype, shape, read in tensors:
-        array = np.ascontiguousarray(read())
-        if array.dtype != dtype or array.shape != tuple(shape):
+    reads = {name: read for name, _, _, read in tensors}
+    header, specs = plan_file([t[:3] for t in tensors], metadata)
+    digest = hashlib.sha256(header)
+    file.write(header)
+    for name, spec in specs.items():
+        array = np.ascontiguousarray(reads[name]())
+        if array.dtype != spec.dtype or array.size != math.prod(spec.shape):
             raise RuntimeError(
-                f"{name} is {array.dtype} {array.shape}, announced as {dtype} "
-                f"{tuple(shape)}."
+                f"{name} is {array.dtype} {array.shape}, announced as "
+                f"{spec.dtype} {spec.shape}."
             )
         view = memoryview(array.reshape(-1).view(np.uint8))
         for start in range(0, len(view), CHUNK):
@@ -164,6 +151,39 @@ def write_safetensors(file, tensors, metadata):
             file.write(view[start : start + CHUNK])
         del view, array
     return digest.hexdigest()
+
+
+def plan_file(tensors, metadata):
+    """Lay out a file.
+
+    Args:
+        tensors: list of `(name, dtype, shape)`.
+        metadata: dict of strings.
+
+    Returns:
+        The file's first bytes, and a dict from name to `TensorSpec` in the
+        order of the bytes.
+    """
+    # Larger elements first, so that every tensor is aligned to its own.
+    tensors = sorted(tensors, key=lambda t: -np.dtype(t[1]).itemsize)
+    entries, ranges, offset = {"__metadata__": metadata}, {}, 0
+    for name, dtype, shape in tensors:
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        ranges[name] = (np.dtype(dtype), tuple(shape), offset, offset + size)
+        entries[name] = {
+            "dtype": CODES[np.dtype(dtype)],
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    first = len(header)
+    return header, {
+        name: TensorSpec(dtype, shape, first + start, first + stop)
+        for name, (dtype, shape, start, stop) in ranges.items()
+    }
 
 
 def _read_header(file):

@@ -10,6 +10,7 @@ import numpy as np
 from keras_vit22b.layers.patch_embedding import as_pair
 from keras_vit22b.weights.safetensors_file import DTYPES
 from keras_vit22b.weights.safetensors_file import SafetensorsFile
+from keras_vit22b.weights.safetensors_file import plan_file
 from keras_vit22b.weights.safetensors_file import write_safetensors
 from keras_vit22b.weights.tensor_names import POSITION_EMBEDDING
 
@@ -25,7 +26,9 @@ FORMAT = "keras_vit22b"
 def write_shards(folder, tensors, grid_size, max_shard_size="5GB"):
     """Write variables as safetensors files with an index.
 
-    Only one tensor is in host memory at a time, beside the model itself.
+    Only one tensor is in host memory at a time, beside the model itself. If
+    several processes hold the model, each writes what it holds; all must call
+    this, with a folder that all see.
 
     Args:
         folder: `pathlib.Path` of a folder.
@@ -46,31 +49,67 @@ def write_shards(folder, tensors, grid_size, max_shard_size="5GB"):
         max_shard_size=max_shard_size,
     )
     metadata = file_metadata(grid_size)
-    digests = {}
-    for shard, names in plan.filename_to_tensors.items():
-        with open(folder / shard, "wb") as file:
-            digests[shard] = write_safetensors(
-                file, [_announce(n, tensors[n]) for n in names], metadata
-            )
+    write = _write_together if num_processes() > 1 else _write_alone
+    digests = {
+        shard: write(folder / shard, {n: tensors[n] for n in names}, metadata)
+        for shard, names in plan.filename_to_tensors.items()
+    }
     index = {
         "metadata": {"total_size": sum(map(num_bytes, tensors.values()))},
         "weight_map": {n: plan.tensor_to_filename[n] for n in tensors},
     }
-    text = json.dumps(index, indent=2) + "\n"
-    (folder / KERAS_INDEX_FILE).write_text(text, encoding="utf-8")
-    if plan.is_sharded:
-        (folder / INDEX_FILE).write_text(text, encoding="utf-8")
+    names = [KERAS_INDEX_FILE] + [INDEX_FILE] * plan.is_sharded
+    if is_first_process():
+        text = json.dumps(index, indent=2) + "\n"
+        for name in names:
+            (folder / name).write_text(text, encoding="utf-8")
     return digests
 
 
 def write_one_file(path, tensors, grid_size):
     """Write variables to one safetensors file, without index."""
+    _write_alone(path, tensors, file_metadata(grid_size))
+
+
+def num_processes():
+    """Return how many processes hold the model between them."""
+    if keras.config.backend() != "jax":
+        return 1
+    from keras_vit22b.weights import jax_arrays
+
+    return jax_arrays.num_processes()
+
+
+def is_first_process():
+    """Return whether this process writes what one process must write."""
+    if num_processes() == 1:
+        return True
+    from keras_vit22b.weights import jax_arrays
+
+    return jax_arrays.is_first_process()
+
+
+def _write_alone(path, tensors, metadata):
     with open(path, "wb") as file:
-        write_safetensors(
-            file,
-            [_announce(n, v) for n, v in tensors.items()],
-            file_metadata(grid_size),
+        return write_safetensors(
+            file, [_announce(n, v) for n, v in tensors.items()], metadata
         )
+
+
+def _write_together(path, tensors, metadata):
+    """Each process writes what it holds into one file that all see."""
+    from keras_vit22b.weights import jax_arrays
+
+    announced = [_announce(n, v)[:3] for n, v in tensors.items()]
+    header, specs = plan_file(announced, metadata)
+    if jax_arrays.is_first_process():
+        with open(path, "wb") as file:
+            file.write(header)
+            file.truncate(max(s.stop for s in specs.values()))
+    jax_arrays.wait_for_all(f"{path.name} laid out")
+    jax_arrays.write_own_slices(path, specs, tensors)
+    jax_arrays.wait_for_all(f"{path.name} written")
+    return jax_arrays.hash_file(path) if jax_arrays.is_first_process() else None
 
 
 def file_metadata(grid_size):

@@ -1,1 +1,0 @@
-"""Models on meshes of devices (JAX)."""
