@@ -17,6 +17,7 @@ _PUBLIC = {
     "extract_features": "keras_vit22b.probing",
     "from_preset": "keras_vit22b.loading",
     "presets": "keras_vit22b.loading",
+    "push_to_hub": "keras_vit22b.weights.push",
 }
 _ROOMS = ("layers", "models", "probing", "weights")
 

@@ -80,6 +80,87 @@ def info(
 
 
 @app.command()
+def inspect(
+    name: Annotated[str, typer.Argument(help="Preset, folder or hf://...")],
+    as_json: Json = False,
+):
+    """List a preset's tensors from the headers alone."""
+    with _quiet_import():
+        from keras_vit22b.weights.preset_files import open_preset
+        from keras_vit22b.weights.verification import list_tensors
+    with open_preset(name) as folder:
+        rows = list_tensors(folder)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        shape = " x ".join(map(str, row["shape"])) or "scalar"
+        typer.echo(
+            f"{row['name']:<{width}}  {row['dtype']:<10} {shape:<20} "
+            f"{row['bytes']:>14,}  {row['file']}"
+        )
+
+
+@app.command()
+def verify(
+    folder: Annotated[str, typer.Argument(help="Preset folder.")],
+    as_json: Json = False,
+):
+    """Check a preset folder's JSON, tensors, index and hashes."""
+    with _quiet_import():
+        from keras_vit22b.weights.verification import verify_folder
+    report = verify_folder(folder)
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    typer.echo(
+        f"{folder} is sound: {report['tensors']:,} tensors, "
+        f"{report['bytes']:,} bytes in {report['files']} files."
+    )
+
+
+@app.command()
+def pull(
+    handle: Annotated[str, typer.Argument(help="hf://org/name[@revision]")],
+    revision: Annotated[str | None, typer.Option()] = None,
+    as_json: Json = False,
+):
+    """Bring a preset from the Hub into the local cache, checked."""
+    with _quiet_import():
+        from keras_vit22b.weights.hub import open_hub_preset
+    with open_hub_preset(handle, revision=revision) as folder:
+        result = {"source": folder.source, "folder": str(folder.path)}
+    typer.echo(json.dumps(result) if as_json else "\n".join(result.values()))
+
+
+@app.command()
+def push(
+    folder: Annotated[str, typer.Argument(help="Preset folder.")],
+    repository: Annotated[str, typer.Argument(help="org/name")],
+    private: Annotated[bool | None, typer.Option("--private/--public")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch.")] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    create_pr: Annotated[
+        bool, typer.Option(help="Open a pull request instead.")
+    ] = False,
+    as_json: Json = False,
+):
+    """Upload a preset folder to the Hub; the token is the one logged in."""
+    with _quiet_import():
+        from keras_vit22b.weights.push import push_to_hub
+    source = push_to_hub(
+        folder,
+        repository,
+        private=private,
+        revision=revision,
+        message=message,
+        create_pr=create_pr,
+    )
+    typer.echo(json.dumps({"source": source}) if as_json else source)
+
+
+@app.command()
 def probe(
     preset: Annotated[
         str, typer.Argument(help="Preset name or folder.")

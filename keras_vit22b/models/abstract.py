@@ -35,13 +35,24 @@ def is_abstract(variable):
     return variable._value is None
 
 
-def set_value(variable, value):
+def set_value(variable, stored):
     """Give a variable its value, whether it has one already or not.
+
+    Under a `keras.distribution` layout each device reads its own slice, and
+    the whole is never in memory.
 
     Args:
         variable: a `keras.Variable`.
-        value: array of the variable's shape and dtype.
+        stored: has `read()` and `read_slice(index)`, which give arrays of the
+            variable's dtype.
     """
+    sharding = _sharding(variable)
+    if sharding is None:
+        value = stored.read()
+    else:
+        from keras_vit22b.weights.jax_arrays import sharded_array
+
+        value = sharded_array(variable.shape, sharding, stored.read_slice)
     if not is_abstract(variable):
         variable.assign(value)
         return
@@ -49,6 +60,16 @@ def set_value(variable, value):
         keras.ops.convert_to_tensor(value, dtype=variable.dtype)
     )
     variable._initializer = None
+
+
+def _sharding(variable):
+    """Return the JAX sharding that a variable has or will have, or `None`."""
+    if keras.config.backend() != "jax":
+        return None
+    if keras.distribution.distribution() is None:
+        return None
+    variable._initialize_layout()
+    return getattr(variable._layout, "backend_layout", variable._layout)
 
 
 def initialize_missing(model):

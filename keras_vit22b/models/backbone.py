@@ -226,13 +226,7 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
         from keras_vit22b.models.preprocessing import ViT22BImageConverter
 
         del compile
-        config = preset_files.read_fields(
-            folder / preset_files.CONFIG_FILE,
-            "config",
-            preset_files.BACKBONE_FIELDS,
-            class_name="ViT22BBackbone",
-            required=preset_files.BACKBONE_REQUIRED,
-        )
+        config = preset_files.read_backbone(folder)
         if image_shape is not None:
             config["image_shape"] = tuple(image_shape)
         backbone = cls(**{**config, "dtype": dtype, **kwargs})
@@ -241,6 +235,7 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
         backbone.image_converter = ViT22BImageConverter._from_folder(
             folder, **(fit if image_shape is not None else {})
         )
+        backbone.source = folder.source
         return backbone
 
     @property
@@ -254,6 +249,15 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
+
+    @property
+    def source(self):
+        """string. The preset the backbone is from, or `None`."""
+        return self.__dict__.get("_source")
+
+    @source.setter
+    def source(self, source):
+        self.__dict__["_source"] = source
 
     def block_model(self, blocks, *, normed):
         """Return a model that gives the tokens after chosen blocks.

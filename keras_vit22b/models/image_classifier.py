@@ -146,18 +146,12 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
         num_classes=None,
         **kwargs,
     ):
-        head = preset_files.read_fields(
-            folder / preset_files.CONFIG_FILE,
-            preset_files.HEAD,
-            preset_files.HEAD_FIELDS,
-            required=("num_classes",),
-            optional=True,
-        )
+        head = preset_files.read_head(folder)
         if num_classes is not None:
             head = {"num_classes": num_classes}
         if head is None:
             raise ValueError(
-                f"Preset {folder.name!r} has no classification head. Pass "
+                f"Preset {folder.path.name!r} has no classification head. Pass "
                 "num_classes for a new one."
             )
         backbone = ViT22BBackbone._from_folder(

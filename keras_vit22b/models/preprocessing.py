@@ -96,8 +96,8 @@ class ViT22BImageConverter(keras_hub.layers.ImageConverter):
         Raises:
             ValueError: if the preset is unknown or has no converter.
         """
-        folder = preset_files.resolve_handle(handle)
-        converter = cls._from_folder(folder, **kwargs)
+        with preset_files.open_preset(handle, load_weights=False) as folder:
+            converter = cls._from_folder(folder, **kwargs)
         if converter is None:
             raise ValueError(
                 f"Preset {str(handle)!r} has no {preset_files.CONVERTER_FILE}."
@@ -107,15 +107,9 @@ class ViT22BImageConverter(keras_hub.layers.ImageConverter):
     @classmethod
     def _from_folder(cls, folder, **kwargs):
         """Return the converter that a folder describes, or `None`."""
-        path = folder / preset_files.CONVERTER_FILE
-        if not path.is_file():
+        config = preset_files.read_converter(folder)
+        if config is None:
             return None
-        config = preset_files.read_fields(
-            path,
-            "config",
-            preset_files.CONVERTER_FIELDS,
-            class_name="ViT22BImageConverter",
-        )
         return cls(**{**config, **kwargs})
 
     def call(self, inputs):

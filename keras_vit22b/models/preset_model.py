@@ -1,19 +1,25 @@
 """What backbone and classifier share: presets and weights on disk."""
 
-import math
 import pathlib
 
 import keras
-import numpy as np
 
 from keras_vit22b.models.abstract import abstract_build
 from keras_vit22b.models.abstract import initialize_missing
 from keras_vit22b.models.abstract import is_abstract
 from keras_vit22b.models.abstract import set_value
 from keras_vit22b.weights import preset_files
-from keras_vit22b.weights.tensor_files import WEIGHTS_FILE
-from keras_vit22b.weights.tensor_files import read_tensors
-from keras_vit22b.weights.tensor_files import write_tensors
+from keras_vit22b.weights.card import make_card
+from keras_vit22b.weights.preset_folder import PresetFolder
+from keras_vit22b.weights.preset_folder import replacing_file
+from keras_vit22b.weights.preset_folder import replacing_folder
+from keras_vit22b.weights.shards import KERAS_INDEX_FILE
+from keras_vit22b.weights.shards import Shards
+from keras_vit22b.weights.shards import is_first_process
+from keras_vit22b.weights.shards import num_processes
+from keras_vit22b.weights.shards import write_one_file
+from keras_vit22b.weights.shards import write_shards
+from keras_vit22b.weights.tensor_loading import stored_tensors
 from keras_vit22b.weights.tensor_names import is_head
 
 
@@ -24,7 +30,7 @@ class PresetModel:
 
     - `tensors()`: `{tensor name: variable}`;
     - `_from_folder(folder, compile, dtype, image_shape, ...)`: a classmethod
-      that makes an instance from a preset's JSON;
+      that makes an instance from the JSON in an open `PresetFolder`;
     - `_preset_json()`: `{file name: JSON}` of the instance;
     - `_grid_size`: `(rows, columns)` of its position table.
     """
@@ -38,13 +44,18 @@ class PresetModel:
         abstract=False,
         dtype=None,
         image_shape=None,
+        revision=None,
+        token=None,
+        cache_dir=None,
+        local_files_only=False,
         **kwargs,
     ):
         """Make a model from a preset.
 
         Args:
             handle: string or path. A built-in name (`keras_vit22b.presets()`
-                lists them), or a folder that `save_to_preset` wrote.
+                lists them), a folder that `save_to_preset` wrote, or
+                `hf://org/name[@revision]` for the Hugging Face Hub.
             load_weights: bool. If `False`, weights are random. Defaults to
                 `True`.
             abstract: bool. Build without allocating or loading weights, to
@@ -53,59 +64,84 @@ class PresetModel:
                 global policy.
             image_shape: `(height, width, channels)` other than the preset's;
                 positions are resized. Defaults to `None`.
+            revision: string. Branch, tag or commit on the Hub. Defaults to
+                `None`: the main branch.
+            token: string, or `False` for none. Defaults to `None`: the one
+                that is logged in to the Hub.
+            cache_dir: path. Of the Hub's files. Defaults to `None`: the Hub
+                client's cache.
+            local_files_only: bool. Whether to use that cache alone. Defaults
+                to `False`.
             **kwargs: other arguments of the class, such as `num_classes`,
                 which gives a classifier a new head.
 
         Returns:
             A trainable model. Its `image_converter`, or a classifier's
-            `preprocessor`, is the preset's.
+            `preprocessor`, is the preset's. Its backbone's `source` says where
+            it is from; for the Hub, with the commit.
 
         Raises:
             ValueError: if the preset is unknown or broken, or has no weights
                 although `load_weights` asks for them.
         """
-        folder = preset_files.resolve_handle(handle)
         options = {"dtype": dtype, "image_shape": image_shape, **kwargs}
-        if not (load_weights or abstract):
-            return cls._from_folder(folder, compile=True, **options)
-        weights = None if abstract else preset_files.weights_path(folder)
-        with abstract_build():
-            model = cls._from_folder(folder, compile=False, **options)
-        if not abstract:
-            new_head = kwargs.get("num_classes") is not None
-            model._load_tensors(weights, new_head=new_head)
-            initialize_missing(model)
-            model._compile_default()
-        return model
+        random = not (load_weights or abstract)
+        with preset_files.open_preset(
+            handle,
+            load_weights=load_weights and not abstract,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        ) as folder:
+            if random:
+                return cls._from_folder(folder, compile=True, **options)
+            if not abstract:
+                shards = preset_files.open_weights(folder)
+                preset_files.check_size(folder, shards)
+            with abstract_build():
+                model = cls._from_folder(folder, compile=False, **options)
+            if not abstract:
+                new_head = kwargs.get("num_classes") is not None
+                model._load_tensors(shards, new_head=new_head)
+                initialize_missing(model)
+                model._compile_default()
+            return model
 
     def _compile_default(self):
         """Compile as the constructor does; an abstract build cannot."""
 
-    def save_to_preset(self, preset_dir):
+    def save_to_preset(self, preset_dir, max_shard_size="5GB"):
         """Save the model to a folder that `from_preset` reads.
 
-        Files replace those of the same name, each whole or not at all.
+        The folder is replaced as a whole: if the save fails or is killed, it
+        is what it was. Files that no save makes, such as notes, are kept.
 
         Args:
             preset_dir: path of the folder, made if needed.
+            max_shard_size: int of bytes, or string such as `"5GB"` (decimal).
+                Larger weights are split into several files. Defaults to
+                `"5GB"`.
+
+        If several processes hold the model, all must call this, with a folder
+        that all see; each writes what it holds.
         """
-        folder = pathlib.Path(preset_dir)
-        self.save_weights(folder / WEIGHTS_FILE)
-        tensors = self.tensors()
-        index = {
-            "metadata": {
-                "total_size": sum(num_bytes(v) for v in tensors.values())
-            },
-            "weight_map": {name: WEIGHTS_FILE for name in tensors},
-        }
-        preset_files.write_json(folder / preset_files.INDEX_FILE, index)
-        files = self._preset_json()
-        for name in preset_files.PREPROCESSING_FILES:
-            if name not in files:
-                # Another model's would be read as this one's.
-                (folder / name).unlink(missing_ok=True)
-        for name, content in files.items():
-            preset_files.write_json(folder / name, content)
+        path = pathlib.Path(preset_dir)
+        tensors = self._tensors_to_save()
+        with _replacing_folder(path) as folder:
+            digests = write_shards(
+                folder, tensors, self._grid_size, max_shard_size
+            )
+            if not is_first_process():
+                return
+            files = self._preset_json()
+            files[preset_files.METADATA_FILE]["sha256"] = digests
+            for name, content in files.items():
+                preset_files.write_json(folder / name, content)
+            if not (path / preset_files.CARD_FILE).exists():
+                (folder / preset_files.CARD_FILE).write_text(
+                    _card(path.name, files), encoding="utf-8"
+                )
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
         """Save weights; a `.safetensors` file gets this package's names.
@@ -117,12 +153,9 @@ class PresetModel:
             return super().save_weights(filepath, overwrite, **kwargs)
         if path.exists() and not overwrite:
             raise ValueError(f"{path} exists and overwrite is False.")
-        tensors = self.tensors()
-        if any(map(is_abstract, tensors.values())):
-            raise ValueError(
-                "The model was built abstractly and has no weights to save."
-            )
-        write_tensors(path, tensors, self._grid_size)
+        tensors = self._tensors_to_save()
+        with replacing_file(path) as temporary:
+            write_one_file(temporary, tensors, self._grid_size)
 
     def load_weights(self, filepath, **kwargs):
         """Load weights; `.safetensors` and a preset's index by tensor name.
@@ -130,22 +163,55 @@ class PresetModel:
         Any other path goes to `keras.Model.load_weights`.
         """
         path = pathlib.Path(filepath)
-        if path.name == preset_files.INDEX_FILE:
-            # Keras has an index of this name too, of H5 shards.
-            beside = path.with_name(WEIGHTS_FILE)
-            path = beside if beside.is_file() else path
-        if path.suffix != ".safetensors":
+        # Keras has an index of this name too, of H5 shards.
+        is_index = path.name == KERAS_INDEX_FILE and any(
+            path.parent.glob("*.safetensors")
+        )
+        if path.suffix != ".safetensors" and not is_index:
             return super().load_weights(filepath, **kwargs)
-        self._load_tensors(path)
+        with PresetFolder(path.parent) as folder:
+            self._load_tensors(
+                Shards(folder, only=None if is_index else path.name)
+            )
 
-    def _load_tensors(self, path, *, new_head=False):
-        tensors = {
+    def _tensors_to_save(self):
+        tensors = self.tensors()
+        if any(map(is_abstract, tensors.values())):
+            raise ValueError(
+                "The model was built abstractly and has no weights to save."
+            )
+        return tensors
+
+    def _load_tensors(self, shards, *, new_head=False):
+        variables = {
             name: variable
             for name, variable in self.tensors().items()
             if not (new_head and is_head(name))
         }
-        for variable, value in read_tensors(path, tensors, self._grid_size):
-            set_value(variable, value)
+        for variable, stored in stored_tensors(
+            shards, variables, self._grid_size
+        ):
+            set_value(variable, stored)
+
+
+def _replacing_folder(path):
+    """Replace a folder alone, or with the other processes of the model."""
+    if num_processes() == 1:
+        return replacing_folder(path)
+    from keras_vit22b.weights.jax_arrays import replacing_folder_together
+
+    return replacing_folder_together(path)
+
+
+def _card(title, files):
+    """Return the card of a preset with these JSON files."""
+    converter = files.get(preset_files.CONVERTER_FILE)
+    return make_card(
+        title,
+        files[preset_files.CONFIG_FILE]["config"],
+        files[preset_files.METADATA_FILE],
+        converter and converter["config"],
+    )
 
 
 def preset_json(backbone, converter, *, head=None):
@@ -183,9 +249,3 @@ def preset_json(backbone, converter, *, head=None):
     # Last: a folder is a preset once it has a config.
     files[preset_files.CONFIG_FILE] = config
     return files
-
-
-def num_bytes(variable):
-    """Return the bytes of a variable's value."""
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    return math.prod(variable.shape) * np.dtype(dtype).itemsize

@@ -12,6 +12,7 @@ from keras_vit22b.probing.features import extract_features
 from keras_vit22b.probing.few_shot import plot_few_shot
 from keras_vit22b.probing.image_folder import ImageFolder
 from keras_vit22b.weights.preset_files import write_json
+from keras_vit22b.weights.preset_folder import replacing_file
 
 PIXEL_SIZE = (32, 32)
 PACKAGES = ("keras", "keras-hub", "keras-vit22b", "numpy", "scikit-learn")
@@ -92,7 +93,8 @@ def run_few_shot(
             folder / "probe.png",
             title=f"Linear probe on {data['name']}",
         )
-        write_json(folder / "probe.json", record)
+        with replacing_file(folder / "probe.json") as temporary:
+            write_json(temporary, record)
     return record
 
 

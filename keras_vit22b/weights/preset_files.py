@@ -4,6 +4,7 @@ A preset's JSON is data. It is read into known fields of known types and
 bounds; nothing in it names code to run.
 """
 
+import contextlib
 import difflib
 import json
 import math
@@ -11,17 +12,18 @@ import pathlib
 
 import keras
 
-from keras_vit22b.weights.tensor_files import WEIGHTS_FILE
-from keras_vit22b.weights.tensor_files import replacing
+from keras_vit22b.weights.hub import is_hub_handle
+from keras_vit22b.weights.hub import open_hub_preset
+from keras_vit22b.weights.preset_folder import PresetFolder
+from keras_vit22b.weights.shards import INDEX_FILE
+from keras_vit22b.weights.shards import WEIGHTS_FILE
+from keras_vit22b.weights.shards import Shards
 
 CONFIG_FILE = "config.json"
 CONVERTER_FILE = "image_converter.json"
 PREPROCESSOR_FILE = "preprocessor.json"
-PREPROCESSING_FILES = (CONVERTER_FILE, PREPROCESSOR_FILE)
 METADATA_FILE = "metadata.json"
 CARD_FILE = "README.md"
-# keras_hub.models.Backbone.from_preset asks for this index, even for one file.
-INDEX_FILE = "model.weights.json"
 
 # Key of config.json, beside keras-hub's own, for a classifier's head.
 HEAD = "head"
@@ -46,33 +48,55 @@ def builtin_presets():
 
     To what metadata.json says, it adds `"has_weights"`.
     """
-    metadata = {
-        folder.name: {
-            **read_json(folder / METADATA_FILE),
-            "has_weights": (folder / WEIGHTS_FILE).is_file(),
-        }
-        for folder in builtin_folder().iterdir()
-        if (folder / METADATA_FILE).is_file()
-    }
+    metadata = {}
+    for path in builtin_folder().iterdir():
+        if (path / METADATA_FILE).is_file():
+            with PresetFolder(path) as folder:
+                metadata[path.name] = {
+                    **folder.read_json(METADATA_FILE),
+                    "has_weights": _has_weights(folder),
+                }
     return dict(
         sorted(metadata.items(), key=lambda m: -m[1]["parameter_count"])
     )
 
 
-def resolve_handle(handle):
-    """Return the folder that a handle names.
+@contextlib.contextmanager
+def open_preset(handle, *, load_weights=True, **hub_options):
+    """Yield the open `PresetFolder` that a handle names.
 
     Args:
-        handle: string or path. The name of a built-in preset, or a folder.
+        handle: string or path. The name of a built-in preset, a folder, or
+            `hf://org/name[@revision]`.
+        load_weights: bool. Whether its weights are wanted. Defaults to `True`.
+        **hub_options: `revision`, `token`, `cache_dir`, `local_files_only`,
+            for the Hub alone.
 
     Raises:
-        ValueError: if it is neither; near names are offered.
+        ValueError: if it is none of these; near names are offered.
     """
+    if is_hub_handle(handle):
+        with open_hub_preset(
+            handle, load_weights=load_weights, **hub_options
+        ) as folder:
+            yield folder
+        return
+    used = [k for k, v in hub_options.items() if v not in (None, False)]
+    if used:
+        raise ValueError(
+            f"{', '.join(used)} is for handles of the form hf://org/name. "
+            f"Received: {str(handle)!r}."
+        )
+    with PresetFolder(_find_folder(handle)) as folder:
+        yield folder
+
+
+def _find_folder(handle):
     text = str(handle)
     if "://" in text:
         raise ValueError(
-            f"Cannot load {text!r}: this version reads built-in presets and "
-            "folders. Download the repository and pass its folder."
+            f"Cannot load {text!r}: expected a built-in name, a folder, or "
+            "hf://org/name."
         )
     folder = pathlib.Path(text).expanduser()
     builtin = builtin_folder() / text
@@ -93,44 +117,39 @@ def resolve_handle(handle):
     )
 
 
-def weights_path(folder):
-    """Return the path of a preset's weights.
+def open_weights(folder):
+    """Return the `Shards` of a preset.
+
+    Args:
+        folder: an open `PresetFolder`.
 
     Raises:
-        ValueError: if the folder holds none.
+        ValueError: if it holds none, or broken ones.
     """
-    path = folder / WEIGHTS_FILE
-    if path.is_file():
-        return path
-    if folder.parent == builtin_folder():
+    if _has_weights(folder):
+        return Shards(folder)
+    if folder.path.parent == builtin_folder():
         shipped = [n for n, m in builtin_presets().items() if m["has_weights"]]
         raise ValueError(
             NO_WEIGHTS.format(
-                name=folder.name, shipped=" or ".join(map(repr, shipped))
+                name=folder.path.name,
+                shipped=" or ".join(map(repr, shipped)),
             )
         )
     raise ValueError(
-        f"Folder {str(folder)!r} has no {WEIGHTS_FILE}. Pass "
-        "load_weights=False for random weights."
+        f"Folder {str(folder.path)!r} has neither {WEIGHTS_FILE} nor "
+        f"{INDEX_FILE}. Pass load_weights=False for random weights."
     )
 
 
-def read_json(path):
-    """Read a JSON object from a file, with a clear error."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"Cannot read {path}: {error}.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object.")
-    return value
+def _has_weights(folder):
+    return folder.has(WEIGHTS_FILE) or folder.has(INDEX_FILE)
 
 
 def write_json(path, value):
-    """Write a JSON object to a file, all or nothing."""
-    with replacing(path) as temporary:
-        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        pathlib.Path(temporary).write_text(text, encoding="utf-8")
+    """Write a JSON object to a file."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
 
 
 def serialize(instance):
@@ -246,12 +265,20 @@ _IGNORED = ("dtype", "bounding_box_format")
 
 
 def read_fields(
-    path, section, fields, *, class_name=None, required=(), optional=False
+    folder,
+    name,
+    section,
+    fields,
+    *,
+    class_name=None,
+    required=(),
+    optional=False,
 ):
     """Read one section of a preset's JSON into known fields.
 
     Args:
-        path: path of the JSON file.
+        folder: an open `PresetFolder`.
+        name: string. Of the JSON file.
         section: string. Key of the section, such as `"config"`.
         fields: dict from field name to a check of its value.
         class_name: string. The registered class the file must name. Defaults
@@ -266,7 +293,7 @@ def read_fields(
         ValueError: if a field is unknown or missing, or its value out of
             bounds.
     """
-    content = read_json(path)
+    content, path = folder.read_json(name), folder.path / name
     registered = content.get("registered_name")
     if class_name is not None and registered != f"{PACKAGE}>{class_name}":
         raise ValueError(
@@ -287,3 +314,57 @@ def read_fields(
     if faults:
         raise ValueError(f"{path} is not valid: {', '.join(faults)}.")
     return values
+
+
+def read_backbone(folder):
+    """Return the arguments of `ViT22BBackbone` that a preset states."""
+    return read_fields(
+        folder,
+        CONFIG_FILE,
+        "config",
+        BACKBONE_FIELDS,
+        class_name="ViT22BBackbone",
+        required=BACKBONE_REQUIRED,
+    )
+
+
+def read_head(folder):
+    """Return a classifier's settings that a preset states, or `None`."""
+    return read_fields(
+        folder,
+        CONFIG_FILE,
+        HEAD,
+        HEAD_FIELDS,
+        required=("num_classes",),
+        optional=True,
+    )
+
+
+def read_converter(folder):
+    """Return the arguments of `ViT22BImageConverter`, or `None`."""
+    if not folder.has(CONVERTER_FILE):
+        return None
+    return read_fields(
+        folder,
+        CONVERTER_FILE,
+        "config",
+        CONVERTER_FIELDS,
+        class_name="ViT22BImageConverter",
+    )
+
+
+def check_size(folder, shards):
+    """Raise if the config describes more than the weights hold.
+
+    A hostile config would otherwise make the model, and the memory it takes,
+    as large as it likes.
+    """
+    config = read_backbone(folder)
+    width, mlp = config["hidden_dim"], config["mlp_dim"]
+    described = config["num_layers"] * (4 * width**2 + 2 * width * mlp)
+    stored = sum(math.prod(spec.shape) for spec in shards.specs.values())
+    if described > stored:
+        raise ValueError(
+            f"{folder.path / CONFIG_FILE} describes blocks of {described:,} "
+            f"numbers, but the weights hold {stored:,}."
+        )

@@ -1,0 +1,332 @@
+"""Presets from the Hugging Face Hub.
+
+A branch is resolved to a commit once, and every file comes from that commit.
+Each file's hash is checked against what the Hub says of it: the client itself
+compares only sizes.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import pathlib
+import re
+import time
+
+from keras_vit22b.weights.preset_folder import PresetFolder
+from keras_vit22b.weights.preset_folder import replacing_file
+from keras_vit22b.weights.shards import WEIGHTS_FILE
+from keras_vit22b.weights.shards import read_index
+
+logger = logging.getLogger(__name__)
+
+SCHEME = "hf://"
+HANDLE = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@(.+))?")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+FILE_NAME = re.compile(r"[A-Za-z0-9._-]+\.(safetensors|json)|README\.md")
+ATTEMPTS = 5
+LONGEST_WAIT = 8.0
+CHUNK = 16 * 1024 * 1024
+
+
+def is_hub_handle(handle):
+    """Return whether a handle names a repository of the Hub."""
+    return str(handle).startswith(SCHEME)
+
+
+def parse_handle(handle, revision=None):
+    """Return `(repository, revision or None)` of `hf://org/name[@revision]`.
+
+    Raises:
+        ValueError: if the handle has another form, or names another revision
+            than `revision`.
+    """
+    match = HANDLE.fullmatch(str(handle))
+    if match is None:
+        raise ValueError(
+            f"{str(handle)!r} is not of the form hf://org/name or "
+            "hf://org/name@revision."
+        )
+    repository, named = match.groups()
+    if None not in (named, revision) and named != revision:
+        raise ValueError(
+            f"{str(handle)!r} names revision {named!r}, but revision="
+            f"{revision!r} was passed."
+        )
+    return repository, named or revision
+
+
+class HubPreset:
+    """A preset of the Hub at one commit, its files in the local cache.
+
+    Args:
+        handle: string. `hf://org/name[@revision]`.
+        revision: string. A branch, tag or commit. Defaults to `None`: the
+            main branch.
+        token: string, or `False` for none. Defaults to `None`: the one that
+            is logged in.
+        cache_dir: path. Defaults to `None`: the Hub client's cache.
+        local_files_only: bool. Whether to use the cache alone. Defaults to
+            `False`.
+
+    Attributes:
+        repository: string. `org/name`.
+        commit: string. 40 hexadecimal digits.
+
+    Raises:
+        ValueError: if the repository or revision does not exist, may not be
+            read, cannot be reached, or is not in the cache.
+    """
+
+    def __init__(
+        self,
+        handle,
+        *,
+        revision=None,
+        token=None,
+        cache_dir=None,
+        local_files_only=False,
+    ):
+        from huggingface_hub import HfApi
+        from huggingface_hub import constants
+
+        self.repository, revision = parse_handle(handle, revision)
+        self._token = token
+        self._local = local_files_only or constants.is_offline_mode()
+        self._cache = pathlib.Path(cache_dir or constants.HF_HUB_CACHE)
+        self._api = HfApi(library_name="keras_vit22b", token=token)
+        self.commit = self._resolve(revision)
+        # `{file name: (sha256 or git's sha1, size)}`
+        self._hashes = self._list_files()
+        if "config.json" not in self._hashes:
+            raise ValueError(f"{self} has no config.json, so it is no preset.")
+
+    def __str__(self):
+        return f"{SCHEME}{self.repository}@{getattr(self, 'commit', '')}"
+
+    @property
+    def source(self):
+        """string. The handle with its commit: what to write beside a score."""
+        return str(self)
+
+    @property
+    def names(self):
+        """Names of the files that a preset may have."""
+        return list(self._hashes)
+
+    def fetch(self, names):
+        """Bring files into the cache, checked, and return their folder.
+
+        Args:
+            names: list of string.
+
+        Returns:
+            `(folder, blobs)`: the snapshot's path, and that of the folder its
+            links lead to.
+        """
+        for name in names:
+            if name not in self._hashes:
+                raise ValueError(f"{self} has no file {name!r}.")
+            path = self._download(name)
+            self._verify(name, path)
+        snapshot = self._folder / "snapshots" / self.commit
+        return snapshot, self._folder / "blobs"
+
+    @property
+    def _folder(self):
+        return self._cache / f"models--{self.repository.replace('/', '--')}"
+
+    @property
+    def _record(self):
+        return self._folder / "keras_vit22b" / f"{self.commit}.json"
+
+    def _resolve(self, revision):
+        if revision is not None and COMMIT.fullmatch(revision):
+            return revision
+        resolved = self._call(
+            "resolve",
+            lambda: self._api.resolve_revision(
+                self.repository,
+                revision=revision,
+                cache_dir=self._cache,
+                local_files_only=self._local,
+                token=self._token,
+            ),
+        )
+        return str(resolved)
+
+    def _list_files(self):
+        """Return names and hashes; from a record of an earlier load if any."""
+        if self._record.is_file():
+            with contextlib.suppress(ValueError):
+                return json.loads(self._record.read_text())
+        if self._local:
+            raise ValueError(
+                f"{self} is not in the cache {self._cache}, and only local "
+                "files may be used. Load it once online."
+            )
+        entries = self._call(
+            "list",
+            lambda: list(
+                self._api.list_repo_tree(
+                    self.repository, revision=self.commit, token=self._token
+                )
+            ),
+        )
+        hashes = {}
+        for entry in entries:
+            if FILE_NAME.fullmatch(entry.path) and hasattr(entry, "size"):
+                digest = entry.lfs.sha256 if entry.lfs else entry.blob_id
+                hashes[entry.path] = [digest, entry.size]
+        with replacing_file(self._record) as temporary:
+            temporary.write_text(json.dumps(hashes))
+        return hashes
+
+    def _download(self, name):
+        from huggingface_hub import hf_hub_download
+
+        return pathlib.Path(
+            self._call(
+                f"download {name} of",
+                lambda: hf_hub_download(
+                    self.repository,
+                    name,
+                    revision=self.commit,
+                    cache_dir=self._cache,
+                    local_files_only=self._local,
+                    token=self._token,
+                    library_name="keras_vit22b",
+                ),
+            )
+        )
+
+    def _verify(self, name, path):
+        """Check a file's hash, once for each state of the file."""
+        expected, size = self._hashes[name]
+        status = path.stat()
+        mark = self._folder / "keras_vit22b" / "verified" / expected
+        state = f"{status.st_size} {status.st_mtime_ns}"
+        if mark.is_file() and mark.read_text() == state:
+            return
+        found = _hash_of(path, sha256=len(expected) == 64)
+        if status.st_size != size or found != expected:
+            path.resolve().unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            raise ValueError(
+                f"{name} of {self} is damaged: its hash is {found}, the Hub "
+                f"says {expected}. It was removed from the cache; load again."
+            )
+        with replacing_file(mark) as temporary:
+            temporary.write_text(state)
+
+    def _call(self, action, request):
+        """Make a request, with bounded retries and plain errors."""
+        from huggingface_hub import errors
+        from huggingface_hub.utils import httpx
+
+        for attempt in range(ATTEMPTS):
+            try:
+                return request()
+            except errors.GatedRepoError:
+                problem = (
+                    "it is gated. Accept its terms on the Hub, and use a token "
+                    "that may read gated repositories"
+                )
+            except errors.RepositoryNotFoundError:
+                problem = (
+                    "it does not exist, or it is private and the token may "
+                    "not read it"
+                )
+            except errors.RevisionNotFoundError:
+                problem = "it has no such revision"
+            except errors.RemoteEntryNotFoundError:
+                problem = "it has no such file"
+            except (
+                errors.LocalEntryNotFoundError,
+                errors.OfflineModeIsEnabled,
+                errors.RevisionResolutionError,
+            ) as error:
+                if not _is_passing(error.__cause__):
+                    problem = (
+                        "it is not in the cache and the Hub was not reached "
+                        f"({type(error).__name__})"
+                    )
+                elif attempt + 1 < ATTEMPTS:
+                    self._wait(action, attempt, error)
+                    continue
+                else:
+                    problem = f"{ATTEMPTS} attempts failed ({error})"
+            except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
+                if _is_passing(error) and attempt + 1 < ATTEMPTS:
+                    self._wait(action, attempt, error)
+                    continue
+                problem = f"{type(error).__name__} on attempt {attempt + 1}"
+                response = getattr(error, "response", None)
+                if response is not None:
+                    problem += f", status {response.status_code}"
+            raise ValueError(
+                f"Cannot {action} {SCHEME}{self.repository}: {problem}."
+            ) from None
+        raise AssertionError("unreachable")
+
+    def _wait(self, action, attempt, error):
+        seconds = min(2.0**attempt, LONGEST_WAIT)
+        logger.warning(
+            "Cannot %s %s (%s); again in %g s.",
+            action,
+            self.repository,
+            type(error).__name__,
+            seconds,
+        )
+        time.sleep(seconds)
+
+
+def _is_passing(error):
+    """Return whether an error may go away: 5xx, 429, timeouts, resets."""
+    from huggingface_hub.utils import httpx
+
+    response = getattr(error, "response", None)
+    if response is not None:
+        return response.status_code in (408, 429, 500, 502, 503, 504)
+    return isinstance(error, (httpx.TransportError, TimeoutError))
+
+
+def _hash_of(path, *, sha256):
+    """Return a file's sha256, or git's sha1 of it as a blob."""
+    if sha256:
+        digest = hashlib.sha256()
+    else:
+        digest = hashlib.sha1(usedforsecurity=False)
+        digest.update(b"blob %d\0" % path.stat().st_size)
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def open_hub_preset(handle, *, load_weights=True, **options):
+    """Yield an open `PresetFolder` of a preset of the Hub.
+
+    Args:
+        handle: string. `hf://org/name[@revision]`.
+        load_weights: bool. Whether its weights are wanted. Defaults to `True`.
+        **options: of `HubPreset`.
+    """
+    preset = HubPreset(handle, **options)
+    names = [n for n in preset.names if n.endswith(".json")]
+    if load_weights:
+        names += _weight_files(preset, names)
+    path, blobs = preset.fetch(names)
+    with PresetFolder(path, blobs=blobs, source=preset.source) as folder:
+        yield folder
+
+
+def _weight_files(preset, names):
+    """Return the names of the files that the index names."""
+    path, blobs = preset.fetch(names)
+    with PresetFolder(path, blobs=blobs) as folder:
+        weight_map = read_index(folder)
+    if weight_map is None:
+        return [WEIGHTS_FILE] if WEIGHTS_FILE in preset.names else []
+    return sorted(set(weight_map.values()))

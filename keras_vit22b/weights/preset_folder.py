@@ -1,0 +1,243 @@
+"""A preset's folder: opened once for reading, replaced whole for writing.
+
+A save writes a new folder beside the old one and exchanges the two in one
+step, so a kill at any moment leaves the old preset or the new one. A reader
+holds the folder open and sees the one it opened, whatever is saved meanwhile.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import pathlib
+import shutil
+import socket
+import sys
+
+SUFFIX = ".saving"
+# Of the names that a save makes itself: an old preset's are not kept.
+OWN_SUFFIXES = (".safetensors", ".json")
+AT_FDCWD = -100
+EXCHANGE = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS.
+
+
+class PresetFolder:
+    """A folder, held open, whose files are read by plain names.
+
+    Args:
+        path: path of the folder.
+        blobs: path of a folder that links may lead into, as those of a
+            snapshot of the Hub's cache do. Defaults to `None`: links may not
+            leave the folder.
+        source: string. Where it is from, to be written beside a result.
+            Defaults to `None`: its path.
+
+    Raises:
+        ValueError: if there is no such folder.
+    """
+
+    def __init__(self, path, *, blobs=None, source=None):
+        self.path = pathlib.Path(path)
+        self.source = source or str(path)
+        self._roots = [os.path.realpath(p) for p in (path, blobs) if p]
+        if not self.path.is_dir():
+            raise ValueError(f"There is no folder {str(path)!r}.")
+        # Windows cannot open a folder; there its path must serve.
+        self._fd = None
+        if os.open in os.supports_dir_fd:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._fd is not None:
+            os.close(self._fd)
+
+    def has(self, name):
+        """Return whether the folder has a file of this name."""
+        try:
+            with self.open(name):
+                return True
+        except FileNotFoundError:
+            return False
+
+    def open(self, name):
+        """Open a file for reading bytes.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if the name is no plain file name, or a link that
+                leads out of the folder.
+        """
+        if pathlib.PurePath(name).name != name or "\\" in name or ":" in name:
+            raise ValueError(f"{name!r} is not the plain name of a file.")
+        file = open(
+            name if self._fd is not None else self.path / name,
+            "rb",
+            buffering=0,
+            opener=lambda p, flags: os.open(p, flags, dir_fd=self._fd),
+        )
+        if os.path.islink(self.path / name):
+            target = os.path.dirname(os.path.realpath(self.path / name))
+            if target not in self._roots:
+                file.close()
+                raise ValueError(
+                    f"{self.path / name} is a link that leads out of its "
+                    "folder."
+                )
+        return file
+
+    def read_json(self, name, *, limit=100_000_000):
+        """Read a JSON object, with a clear error.
+
+        Raises:
+            ValueError: if the file is missing, too large or no JSON object.
+        """
+        path = self.path / name
+        try:
+            with self.open(name) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > limit:
+                    raise ValueError(f"{size:,} bytes exceed {limit:,}")
+                value = json.loads(file.read())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"Cannot read {path}: {error}.") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"{path} must hold a JSON object.")
+        return value
+
+
+@contextlib.contextmanager
+def replacing_file(path):
+    """Yield a temporary path that becomes `path` if the body succeeds."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{SUFFIX}")
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def staging_path(path, owner=None):
+    """Return where a save makes the new folder: beside the old one.
+
+    Args:
+        path: path of the folder.
+        owner: string. Who saves. Defaults to `None`: this process.
+    """
+    path = pathlib.Path(os.path.realpath(path))
+    owner = owner or f"{socket.gethostname()}-{os.getpid()}"
+    return path.with_name(f".{path.name}.{owner}{SUFFIX}")
+
+
+@contextlib.contextmanager
+def replacing_folder(path, owner=None):
+    """Yield a new folder that becomes `path` if the body succeeds.
+
+    Files of the old folder that no save makes, such as notes, are kept.
+
+    Args:
+        path: path of the folder.
+        owner: string. Who saves. Defaults to `None`: this process.
+    """
+    staging = staging_path(path, owner)
+    path = pathlib.Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file, not a folder.")
+    _remove_leftovers(path)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        yield staging
+        if path.exists():
+            _keep_foreign(path, staging)
+        for file in staging.iterdir():
+            _sync(file)
+        _sync(staging)
+        _swap(staging, path)
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _remove_leftovers(path):
+    """Remove what saves of this machine left when they were killed."""
+    prefix = f".{path.name}.{socket.gethostname()}-"
+    for folder in path.parent.glob(f".{path.name}.*{SUFFIX}"):
+        pid = folder.name.removeprefix(prefix).removesuffix(SUFFIX)
+        if pid.isdigit() and not _is_running(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return pid != os.getpid()
+
+
+def _keep_foreign(old, new):
+    for file in old.iterdir():
+        target = new / file.name
+        if target.exists() or file.suffix in OWN_SUFFIXES:
+            continue
+        if file.is_symlink() or file.is_file():
+            try:
+                os.link(file, target, follow_symlinks=False)
+            except OSError:
+                shutil.copy2(file, target, follow_symlinks=False)
+        else:
+            shutil.copytree(file, target, symlinks=True)
+
+
+def _sync(path):
+    """Wait until a file or folder is on disk."""
+    if path.is_symlink() or sys.platform == "win32":
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _swap(new, old):
+    """Put `new` in the place of `old` in one step."""
+    if not old.exists():
+        os.rename(new, old)
+        return
+    try:
+        _exchange(new, old)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+            raise
+        # Two steps, where the system has no exchange.
+        aside = new.with_name(new.name + ".old")
+        os.rename(old, aside)
+        os.rename(new, old)
+        os.rename(aside, new)
+
+
+def _exchange(new, old):
+    library = ctypes.CDLL(None, use_errno=True)
+    paths = [os.fsencode(p) for p in (new, old)]
+    if sys.platform == "linux":
+        failed = library.renameat2(
+            AT_FDCWD, paths[0], AT_FDCWD, paths[1], EXCHANGE
+        )
+    elif sys.platform == "darwin":
+        failed = library.renamex_np(paths[0], paths[1], EXCHANGE)
+    else:
+        raise OSError(errno.ENOSYS, "no exchange of folders")
+    if failed:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(old))

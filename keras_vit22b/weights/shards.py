@@ -1,0 +1,258 @@
+"""A model's tensors in one or several safetensors files, and their index."""
+
+import json
+import math
+import re
+
+import keras
+import numpy as np
+
+from keras_vit22b.layers.patch_embedding import as_pair
+from keras_vit22b.weights.safetensors_file import DTYPES
+from keras_vit22b.weights.safetensors_file import SafetensorsFile
+from keras_vit22b.weights.safetensors_file import plan_file
+from keras_vit22b.weights.safetensors_file import write_safetensors
+from keras_vit22b.weights.tensor_names import POSITION_EMBEDDING
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# The same index; keras_hub.models.Backbone.from_preset asks for this name,
+# also where there is one file.
+KERAS_INDEX_FILE = "model.weights.json"
+SHARD_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
+FORMAT = "keras_vit22b"
+
+
+def write_shards(folder, tensors, grid_size, max_shard_size="5GB"):
+    """Write variables as safetensors files with an index.
+
+    Only one tensor is in host memory at a time, beside the model itself. If
+    several processes hold the model, each writes what it holds; all must call
+    this, with a folder that all see.
+
+    Args:
+        folder: `pathlib.Path` of a folder.
+        tensors: dict from name to `keras.Variable`.
+        grid_size: `(rows, columns)` of the position table.
+        max_shard_size: int of bytes, or string such as `"5GB"` (decimal). A
+            larger tensor gets a file of its own. Defaults to `"5GB"`.
+
+    Returns:
+        A dict from file name to sha256, in hexadecimal.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    plan = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    metadata = file_metadata(grid_size)
+    write = _write_together if num_processes() > 1 else _write_alone
+    digests = {
+        shard: write(folder / shard, {n: tensors[n] for n in names}, metadata)
+        for shard, names in plan.filename_to_tensors.items()
+    }
+    index = {
+        "metadata": {"total_size": sum(map(num_bytes, tensors.values()))},
+        "weight_map": {n: plan.tensor_to_filename[n] for n in tensors},
+    }
+    names = [KERAS_INDEX_FILE] + [INDEX_FILE] * plan.is_sharded
+    if is_first_process():
+        text = json.dumps(index, indent=2) + "\n"
+        for name in names:
+            (folder / name).write_text(text, encoding="utf-8")
+    return digests
+
+
+def write_one_file(path, tensors, grid_size):
+    """Write variables to one safetensors file, without index."""
+    _write_alone(path, tensors, file_metadata(grid_size))
+
+
+def num_processes():
+    """Return how many processes hold the model between them."""
+    if keras.config.backend() != "jax":
+        return 1
+    from keras_vit22b.weights import jax_arrays
+
+    return jax_arrays.num_processes()
+
+
+def is_first_process():
+    """Return whether this process writes what one process must write."""
+    if num_processes() == 1:
+        return True
+    from keras_vit22b.weights import jax_arrays
+
+    return jax_arrays.is_first_process()
+
+
+def _write_alone(path, tensors, metadata):
+    with open(path, "wb") as file:
+        return write_safetensors(
+            file, [_announce(n, v) for n, v in tensors.items()], metadata
+        )
+
+
+def _write_together(path, tensors, metadata):
+    """Each process writes what it holds into one file that all see."""
+    from keras_vit22b.weights import jax_arrays
+
+    announced = [_announce(n, v)[:3] for n, v in tensors.items()]
+    header, specs = plan_file(announced, metadata)
+    if jax_arrays.is_first_process():
+        with open(path, "wb") as file:
+            file.write(header)
+            file.truncate(max(s.stop for s in specs.values()))
+    jax_arrays.wait_for_all(f"{path.name} laid out")
+    jax_arrays.write_own_slices(path, specs, tensors)
+    jax_arrays.wait_for_all(f"{path.name} written")
+    return jax_arrays.hash_file(path) if jax_arrays.is_first_process() else None
+
+
+def file_metadata(grid_size):
+    """Return what each file says of itself."""
+    return {"format": FORMAT, "grid_size": json.dumps(list(grid_size))}
+
+
+def dtype_of(variable):
+    """Return a variable's dtype as NumPy's, bfloat16 and float8 included."""
+    return np.dtype(keras.backend.standardize_dtype(variable.dtype))
+
+
+def num_bytes(variable):
+    """Return the bytes of a variable's value."""
+    return math.prod(variable.shape) * dtype_of(variable).itemsize
+
+
+def _announce(name, variable):
+    dtype = dtype_of(variable)
+    if dtype not in DTYPES.values():
+        raise ValueError(f"{name} is {dtype}, which safetensors cannot hold.")
+
+    def read():
+        array = keras.ops.convert_to_numpy(variable.value)
+        return array.astype(dtype, copy=False)
+
+    return name, dtype, tuple(variable.shape), read
+
+
+class Shards:
+    """The tensors of a preset's folder, checked before any is read.
+
+    Args:
+        folder: an open `PresetFolder`.
+        only: string. Name of one file to take for all tensors, instead of the
+            folder's index. Defaults to `None`.
+
+    Attributes:
+        specs: dict from tensor name to `TensorSpec`.
+        files: dict from tensor name to file name.
+
+    Raises:
+        ValueError: if there are no weights, or files and index disagree; all
+            faults are named.
+    """
+
+    def __init__(self, folder, *, only=None):
+        self._folder = folder
+        self.files, self.specs, self._grids = {}, {}, set()
+        weight_map = None if only else read_index(folder)
+        if weight_map is None:
+            only = only or WEIGHTS_FILE
+            if not folder.has(only):
+                raise FileNotFoundError(f"{folder.path / only} does not exist.")
+        faults = []
+        names = [only] if only else sorted(set(weight_map.values()))
+        for name in names:
+            try:
+                self._add(name, faults)
+            except FileNotFoundError:
+                faults.append(f"{name} is in the index, but does not exist")
+            except ValueError as error:
+                faults.append(str(error))
+        if weight_map is not None and not faults:
+            faults += _disagreements(weight_map, self.files)
+        if faults:
+            raise ValueError(
+                f"The weights in {folder.path} are broken:\n  "
+                + "\n  ".join(faults)
+            )
+
+    def _add(self, name, faults):
+        with self._open(name) as file:
+            for tensor, spec in file.specs.items():
+                if tensor in self.files:
+                    faults.append(
+                        f"{tensor} is in {self.files[tensor]} and in {name}"
+                    )
+                self.files[tensor], self.specs[tensor] = name, spec
+            self._grids.add(file.metadata.get("grid_size"))
+
+    def _open(self, name):
+        return SafetensorsFile(
+            self._folder.open(name), str(self._folder.path / name)
+        )
+
+    def grid_size(self, default):
+        """Return `(rows, columns)` of the position table, or `None`.
+
+        Files that do not say have the grid `default` if it holds as many
+        tokens, or else a square one.
+        """
+        for text in self._grids - {None}:
+            try:
+                return as_pair(json.loads(text))
+            except (ValueError, TypeError):
+                return None
+        spec = self.specs.get(POSITION_EMBEDDING)
+        if spec is None or len(spec.shape) != 2:
+            return None
+        tokens = spec.shape[0]
+        if tokens == default[0] * default[1]:
+            return tuple(default)
+        side = math.isqrt(tokens)
+        return (side, side) if side > 0 and side * side == tokens else None
+
+    def by_file(self, names):
+        """Yield `(open SafetensorsFile, names)`, one file open at a time."""
+        wanted = {}
+        for name in names:
+            wanted.setdefault(self.files[name], []).append(name)
+        for file_name, tensors in wanted.items():
+            with self._open(file_name) as file:
+                yield file, tensors
+
+
+def read_index(folder):
+    """Return `{tensor: file}` of the folder's index, or `None`."""
+    for name in (INDEX_FILE, KERAS_INDEX_FILE):
+        if folder.has(name):
+            break
+    else:
+        return None
+    weight_map = folder.read_json(name).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{folder.path / name} has no weight_map.")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not SHARD_NAME.fullmatch(file):
+            raise ValueError(
+                f"{folder.path / name} puts {tensor!r} in {file!r}; expected "
+                "the plain name of a .safetensors file."
+            )
+    return weight_map
+
+
+def _disagreements(weight_map, files):
+    faults = []
+    for tensor, file in weight_map.items():
+        found = files.get(tensor)
+        if found is None:
+            faults.append(f"{tensor} is not in {file}, as the index says")
+        elif found != file:
+            faults.append(f"{tensor} is in {found}, the index says {file}")
+    for tensor in files.keys() - weight_map.keys():
+        faults.append(f"{tensor} is in {files[tensor]}, but not in the index")
+    return faults
