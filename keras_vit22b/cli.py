@@ -24,10 +24,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def main():
     """Run the command line; a bad input prints one line and exits with 1."""
-    logging.getLogger("keras_vit22b").addHandler(logging.NullHandler())
+    logging.getLogger("keras_vit22b").addHandler(logging.StreamHandler())
     try:
         app()
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         typer.echo(f"Error: {error}", err=True)
         sys.exit(1)
 
@@ -39,14 +39,14 @@ def _options(
     ] = False,
 ):
     if verbose:
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        logging.getLogger("keras_vit22b").setLevel(logging.INFO)
 
 
 @app.command()
 def presets(as_json: Json = False):
     """List the built-in presets."""
-    from keras_vit22b.weights.preset_files import builtin_presets
-
+    with _quiet_import():
+        from keras_vit22b.weights.preset_files import builtin_presets
     rows = builtin_presets()
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -215,9 +215,11 @@ def _print_probe(record):
     data = record["data"]
     typer.echo(
         f"Accuracy on {data['name']} ({data['images']:,} images, "
-        f"{data['classes']} classes), mean and standard deviation over "
-        f"{len(record['protocol']['seeds'])} seeds, in %"
+        f"{data['classes']} classes), in %: mean and standard deviation over "
+        f"seeds {', '.join(map(str, record['protocol']['seeds']))}"
     )
+    if data["skipped"]:
+        typer.echo(f"{data['skipped']} images could not be read.")
     names = list(record["accuracy"])
     header = "".join(f"{n:>20}" for n in names)
     typer.echo(f"{'labels a class':>14}{header}{'gain':>8}")

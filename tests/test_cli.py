@@ -90,6 +90,10 @@ def test_probe_of_a_folder_writes_its_record_and_plot(run, preset, tmp_path):
         (["probe", "vit22b_patch14_224"], "never released"),
         (["probe", "--shots", "one"], "1,5,10"),
         (["probe", "--images", "nowhere"], "nowhere"),
+        (["probe", "--shots", "200"], "at most 173 shots"),
+        (["probe", "--shots", "-1"], "shots"),
+        (["probe", "--output", __file__], "File exists"),
+        (["info", "a" * 5000], "a"),
     ],
 )
 def test_a_bad_input_is_one_line_on_stderr(run, arguments, message):
@@ -97,5 +101,23 @@ def test_a_bad_input_is_one_line_on_stderr(run, arguments, message):
     assert code == 1
     assert output == ""
     assert errors.startswith("Error: ")
+    assert errors.count("\n") == 1
     assert message in errors
     assert "Traceback" not in errors
+
+
+def test_images_that_cannot_be_read_are_counted(run, preset, tmp_path):
+    for index in range(6):
+        path = tmp_path / "images" / "ab"[index % 2]
+        path.mkdir(parents=True, exist_ok=True)
+        color = 40 * index
+        PIL.Image.new("L", (9, 9), color).save(path / f"{index}.png")
+    (path / "broken.png").write_bytes(b"no image")
+    options = ["--images", tmp_path / "images", "--shots", "1", "--seeds", 1]
+    options += ["--output", tmp_path / "out"]
+    code, _, errors = run("probe", preset, *options)
+    assert code == 1 and "broken.png" in errors
+    code, output, errors = run("probe", preset, *options, "--skip-unreadable")
+    assert code == 0
+    assert "1 images could not be read" in output
+    assert "broken.png" in errors

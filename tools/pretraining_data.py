@@ -1,6 +1,6 @@
 """Pretraining data of the small shipped preset: fashion photos and glyphs.
 
-Half of every batch is Fashion-MNIST, the other half letters and symbols of
+Part of every batch is Fashion-MNIST, the rest letters and symbols of
 many scripts, drawn from the fonts that come with Matplotlib. Digits of every
 script are left out, so that handwritten digits stay unseen. Labels 0 to 9 are
 the fashion classes, label `10 + c` is glyph class `c`.

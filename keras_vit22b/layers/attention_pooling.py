@@ -36,6 +36,16 @@ class AttentionPooling(keras.layers.Layer):
     Returns:
         A tensor `(batch, hidden_dim)`.
 
+    Raises:
+        ValueError: if the widths do not divide by the heads, or an option is
+            unknown.
+
+    Example:
+    ```python
+    layer = keras_vit22b.layers.AttentionPooling(64, num_heads=4, mlp_dim=256)
+    layer(np.zeros((2, 16, 64))).shape  # (2, 64)
+    ```
+
     Reference: [Zhai et al., 2022](https://arxiv.org/abs/2106.04560)
     """
 

@@ -38,7 +38,5 @@ def check_norm(argument, kind, *, optional=False):
     """Raise if `kind` is not a norm; `optional` also allows `None`."""
     if kind in NORMS or (optional and kind is None):
         return
-    allowed = ", ".join(repr(n) for n in NORMS) + (
-        " or None" if optional else ""
-    )
+    allowed = "'rms', 'layer' or None" if optional else "'rms' or 'layer'"
     raise ValueError(f"{argument} must be {allowed}. Received: {kind!r}.")

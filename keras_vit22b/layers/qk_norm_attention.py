@@ -54,6 +54,9 @@ class QKNormAttention(keras.layers.Layer):
         A tensor `(batch, queries, heads, head_dim)`, or a pair of it and
         `AttentionMaps`.
 
+    Raises:
+        ValueError: if `qk_norm` is unknown.
+
     Example:
     ```python
     q = k = v = np.random.normal(size=(1, 16, 4, 32))

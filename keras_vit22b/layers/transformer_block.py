@@ -41,6 +41,10 @@ class TransformerBlock(keras.layers.Layer):
         A tensor `(batch, tokens, hidden_dim)`, or a pair of it and
         `AttentionMaps`.
 
+    Raises:
+        ValueError: if the widths do not divide by the heads, or an option is
+            unknown.
+
     A subclass has `_forward(inputs, seeds, return_attention)`, which returns
     the outputs and the maps or `None`, and `num_dropouts`, how often it calls
     `_drop`.
@@ -68,8 +72,8 @@ class TransformerBlock(keras.layers.Layer):
         super().__init__(**kwargs)
         check_divides(hidden_dim, num_heads, mlp_dim)
         check_activation(activation)
-        _check_rate("dropout_rate", dropout_rate)
-        _check_rate("drop_path_rate", drop_path_rate)
+        check_rate("dropout_rate", dropout_rate)
+        check_rate("drop_path_rate", drop_path_rate)
         self.hidden_dim = hidden_dim
         self.num_heads = num_heads
         self.mlp_dim = mlp_dim
@@ -193,7 +197,8 @@ class _DrawnSeed(keras.random.SeedGenerator):
         return self.value
 
 
-def _check_rate(name, rate):
+def check_rate(name, rate):
+    """Raise unless `rate` is a chance below one."""
     if not 0 <= rate < 1:
         raise ValueError(f"{name} must be in [0, 1). Received: {rate!r}.")
 

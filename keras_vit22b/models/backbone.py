@@ -13,6 +13,7 @@ from keras_vit22b.layers import SequentialBlock
 from keras_vit22b.layers import TokenPooling
 from keras_vit22b.layers.normalization import make_norm
 from keras_vit22b.layers.patch_embedding import patch_grid
+from keras_vit22b.layers.transformer_block import check_rate
 from keras_vit22b.models.preset_model import PresetModel
 from keras_vit22b.models.preset_model import preset_json
 from keras_vit22b.weights import preset_files
@@ -71,6 +72,10 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
         - `"sequence_output"`: `(batch, tokens, hidden_dim)`;
         - `"pooled_output"`: `(batch, hidden_dim)`, the frozen feature.
 
+    Raises:
+        ValueError: if the image does not divide into patches, the widths do
+            not divide by the heads, or an option is unknown.
+
     Example:
     ```python
     backbone = keras_vit22b.ViT22BBackbone(
@@ -119,6 +124,16 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
         _check_choice("pooling", pooling, POOLINGS)
         _check_choice("block", block, tuple(BLOCKS))
         _check_choice("final_norm", final_norm, ("tokens", "pooled"))
+        check_rate("drop_path_rate", drop_path_rate)
+        if num_layers < 1:
+            raise ValueError(
+                f"num_layers must be at least 1. Received: {num_layers}."
+            )
+        # From zero at the first block to the full rate at the last.
+        drop_path_rates = [
+            drop_path_rate * (i / (num_layers - 1) if num_layers > 1 else 1)
+            for i in range(num_layers)
+        ]
         grid_size = patch_grid(image_shape, patch_size)
         shared = {
             "norm": norm,
@@ -152,7 +167,7 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
                 use_qkv_bias=use_qkv_bias,
                 layer_scale=layer_scale,
                 dropout_rate=dropout_rate,
-                drop_path_rate=drop_path_rate * i / max(num_layers - 1, 1),
+                drop_path_rate=drop_path_rates[i],
                 remat=remat,
                 name=f"block_{i}",
                 **shared,
@@ -219,6 +234,7 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
         self.dropout_rate = dropout_rate
         self.drop_path_rate = drop_path_rate
         self.remat = remat
+        self._note_abstract()
 
     @classmethod
     def _from_folder(cls, folder, *, compile, dtype, image_shape, **kwargs):

@@ -1,5 +1,7 @@
 """Image classification on a ViT-22B backbone."""
 
+import operator
+
 import keras
 import keras_hub
 
@@ -19,12 +21,12 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
 
     Args:
         backbone: a `ViT22BBackbone`.
-        num_classes: int.
+        num_classes: int. At least 1.
         preprocessor: a `ViT22BImageClassifierPreprocessor`, which `fit`,
             `predict` and `evaluate` apply to raw images; `None` for images
             that are preprocessed already. Defaults to `None`.
-        activation: string. Of the output: `None` for logits, `"softmax"` or
-            `"sigmoid"`. Defaults to `None`.
+        activation: string. Of the output: `None` or `"linear"` for logits,
+            `"softmax"` or `"sigmoid"`. Defaults to `None`.
         dropout: float. On the pooled output. Defaults to `0.0`.
         class_names: list of strings, one a class, or `None`. Defaults to
             `None`.
@@ -35,6 +37,9 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
 
     Returns:
         A model from images to scores `(batch, num_classes)`.
+
+    Raises:
+        ValueError: if an argument is out of range.
 
     Example:
     ```python
@@ -63,10 +68,18 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
         compile=True,
         name=None,
     ):
+        num_classes = operator.index(num_classes)
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(
                 f"{len(class_names)} class_names for {num_classes} classes."
             )
+        if activation not in (None, "linear", "sigmoid", "softmax"):
+            raise ValueError(
+                "activation must be None, 'linear', 'sigmoid' or 'softmax'. "
+                f"Received: {activation!r}."
+            )
+        # Before the base class compiles, which asks for the activation.
+        self.activation = activation
         head_dtype = head_dtype or "float32"
 
         # === Layers ===
@@ -94,9 +107,9 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
 
         # === Config ===
         self.num_classes = num_classes
-        self.activation = activation
         self.dropout = dropout
         self.class_names = class_names
+        self._note_abstract()
 
     def compile(
         self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs
@@ -108,8 +121,7 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
         A head with `activation="sigmoid"` takes multi-hot labels: there
         `"auto"` means binary cross-entropy and accuracy.
         """
-        is_sigmoid = self.head.activation is keras.activations.sigmoid
-        if is_sigmoid and loss == "auto":
+        if self.activation == "sigmoid" and loss == "auto":
             loss = keras.losses.BinaryCrossentropy()
             if metrics == "auto":
                 metrics = [keras.metrics.BinaryAccuracy()]
@@ -162,6 +174,10 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
                 backbone.image_converter.make_preprocessor()
             )
         return cls(backbone, compile=compile, **{**head, **kwargs})
+
+    def _note_abstract(self):
+        super()._note_abstract()
+        self.backbone._note_abstract()
 
     def _compile_default(self):
         self.compile()

@@ -105,11 +105,36 @@ class PresetModel:
                 new_head = kwargs.get("num_classes") is not None
                 model._load_tensors(shards, new_head=new_head)
                 initialize_missing(model)
+                model._note_abstract()
                 model._compile_default()
             return model
 
     def _compile_default(self):
         """Compile as the constructor does; an abstract build cannot."""
+
+    def call(self, inputs, training=None, mask=None):
+        if not isinstance(inputs, keras.KerasTensor):
+            self.check_has_weights()
+        return super().call(inputs, training=training, mask=mask)
+
+    def check_has_weights(self):
+        """Raise if the model was built abstractly and nothing was loaded."""
+        if not self.__dict__.get("_is_abstract"):
+            return
+        self._note_abstract()
+        if self.__dict__["_is_abstract"]:
+            raise ValueError(
+                f"{self.name} was built abstractly and has no weights. Load "
+                "some with load_weights, or build it without abstract=True."
+            )
+
+    def _note_abstract(self):
+        """Note whether weights have no values yet.
+
+        Constructors do, since Keras takes values off the variables while it
+        trains, so that a look at them would not tell.
+        """
+        self.__dict__["_is_abstract"] = any(map(is_abstract, self.weights))
 
     def save_to_preset(self, preset_dir, max_shard_size="5GB"):
         """Save the model to a folder that `from_preset` reads.
@@ -128,13 +153,14 @@ class PresetModel:
         """
         path = pathlib.Path(preset_dir)
         tensors = self._tensors_to_save()
+        files = self._preset_json()
+        preset_files.check_json(files)
         with _replacing_folder(path) as folder:
             digests = write_shards(
                 folder, tensors, self._grid_size, max_shard_size
             )
             if not is_first_process():
                 return
-            files = self._preset_json()
             files[preset_files.METADATA_FILE]["sha256"] = digests
             for name, content in files.items():
                 preset_files.write_json(folder / name, content)
@@ -151,6 +177,7 @@ class PresetModel:
         path = pathlib.Path(filepath)
         if path.suffix != ".safetensors":
             return super().save_weights(filepath, overwrite, **kwargs)
+        _refuse(kwargs)
         if path.exists() and not overwrite:
             raise ValueError(f"{path} exists and overwrite is False.")
         tensors = self._tensors_to_save()
@@ -169,18 +196,15 @@ class PresetModel:
         )
         if path.suffix != ".safetensors" and not is_index:
             return super().load_weights(filepath, **kwargs)
+        _refuse(kwargs)
         with PresetFolder(path.parent) as folder:
             self._load_tensors(
                 Shards(folder, only=None if is_index else path.name)
             )
 
     def _tensors_to_save(self):
-        tensors = self.tensors()
-        if any(map(is_abstract, tensors.values())):
-            raise ValueError(
-                "The model was built abstractly and has no weights to save."
-            )
-        return tensors
+        self.check_has_weights()
+        return self.tensors()
 
     def _load_tensors(self, shards, *, new_head=False):
         variables = {
@@ -192,6 +216,15 @@ class PresetModel:
             shards, variables, self._grid_size
         ):
             set_value(variable, stored)
+        self._note_abstract()
+
+
+def _refuse(kwargs):
+    if kwargs:
+        raise ValueError(
+            f"{', '.join(kwargs)} is not for safetensors. save_to_preset "
+            "writes several files where they are too large for one."
+        )
 
 
 def _replacing_folder(path):

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import operator
 import pathlib
 import warnings
 
@@ -74,15 +75,16 @@ def extract_features(
     features = keras_vit22b.extract_features(backbone, "photos/")
     ```
     """
+    batch_size = _as_int("batch_size", batch_size)
     if batch_size < 1:
         raise ValueError(f"batch_size must be positive. Received: {batch_size}")
-    if isinstance(image_converter, str):
-        if image_converter != PRESET:
-            raise ValueError(
-                "image_converter must be a callable, None or 'preset'. "
-                f"Received: {image_converter!r}."
-            )
-        image_converter = backbone.image_converter
+    if not hasattr(backbone, "block_model"):
+        raise ValueError(
+            "extract_features takes a ViT22BBackbone; of a classifier, its "
+            f"`backbone`. Received: {type(backbone).__name__}."
+        )
+    backbone.check_has_weights()
+    image_converter = _choose_converter(backbone, image_converter)
     model = _feature_model(backbone, blocks, pooling, normed)
     samples, total = _samples(images, skip_unreadable)
     features, labels = [], []
@@ -115,11 +117,37 @@ def extract_features(
     return features, np.asarray(labels)
 
 
+def _choose_converter(backbone, image_converter):
+    if image_converter is None or callable(image_converter):
+        return image_converter
+    if image_converter != PRESET:
+        raise ValueError(
+            "image_converter must be a callable, None or 'preset'. "
+            f"Received: {image_converter!r}."
+        )
+    if backbone.image_converter is None:
+        raise ValueError(
+            "The backbone has no image_converter. Set one, or pass "
+            "image_converter=None for images that are converted already."
+        )
+    return backbone.image_converter
+
+
+def _as_int(name, value):
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(
+            f"{name} must be an int. Received: {value!r}."
+        ) from None
+
+
 def _feature_model(backbone, blocks, pooling, normed):
     """Return a model from images to `(batch, d)`, made once a backbone."""
-    if isinstance(blocks, int):
-        blocks = (blocks,)
-    key = (None if blocks is None else tuple(blocks), pooling, normed)
+    if blocks is not None:
+        listed = blocks if isinstance(blocks, (list, tuple)) else [blocks]
+        blocks = tuple(_as_int("blocks", block) for block in listed)
+    key = (blocks, pooling, normed)
     # Past Keras' tracking: the model is no part of the backbone.
     models = backbone.__dict__.setdefault("_feature_models", {})
     if key not in models:
@@ -165,11 +193,7 @@ def _samples(images, skip_unreadable):
     if isinstance(images, (list, tuple)):
         return ((np.asarray(x), None) for x in images), len(images)
     if hasattr(images, "shape"):
-        if len(images.shape) not in (3, 4):
-            raise ValueError(
-                "An array of images must be (n, height, width) or (n, height, "
-                f"width, channels). Received shape {tuple(images.shape)}."
-            )
+        _check_batch(images, "An array of images")
         return ((np.asarray(x), None) for x in images), len(images)
     if hasattr(images, "__iter__"):
         return _loader_samples(images), None
@@ -179,6 +203,18 @@ def _samples(images, skip_unreadable):
     )
 
 
+def _check_batch(images, what):
+    """Raise unless an array is images, rather than one image."""
+    shape = tuple(images.shape)
+    one = len(shape) == 3 and shape[-1] in (1, 3)
+    if len(shape) not in (3, 4) or one:
+        raise ValueError(
+            f"{what} must be (n, height, width) or (n, height, width, "
+            f"channels). Received shape {shape}"
+            + ("; one image needs a batch axis." if one else ".")
+        )
+
+
 def _folder_samples(folder, skip_unreadable):
     for index in range(len(folder)):
         try:
@@ -186,7 +222,7 @@ def _folder_samples(folder, skip_unreadable):
         except ValueError as error:
             if not skip_unreadable:
                 raise ValueError(
-                    f"{error}. skip_unreadable=True leaves it out."
+                    f"{error}. skip_unreadable leaves such images out."
                 ) from error
             logger.warning("%s; left out.", error)
             continue
@@ -196,17 +232,41 @@ def _folder_samples(folder, skip_unreadable):
 
 def _loader_samples(loader):
     for element in loader:
-        labels = itertools.repeat(None)
-        if isinstance(element, (tuple, list)):
-            element, *rest = element
-            if rest:
-                labels = np.asarray(rest[0])
-        elif isinstance(element, dict):
+        if isinstance(element, dict):
             raise ValueError(
                 "A loader must give images or (images, labels). Received a "
                 f"dict with keys {sorted(element)}."
             )
-        yield from zip(np.asarray(element), labels)
+        labels = None
+        if isinstance(element, (tuple, list)) and _is_labelled(element):
+            element, labels = element[:2]
+        if not isinstance(element, (tuple, list)):
+            element = np.asarray(element)
+            _check_batch(element, "A batch of a loader")
+        yield from zip(
+            map(np.asarray, element), _check_labels(labels, len(element))
+        )
+
+
+def _is_labelled(element):
+    """Tell (images, labels, ...) from a list of images."""
+    return len(element) > 1 and (
+        isinstance(element, tuple) or np.ndim(element[1]) < 2
+    )
+
+
+def _check_labels(labels, count):
+    if labels is None:
+        return [None] * count
+    labels = np.asarray(labels)
+    if labels.shape == (count, 1):
+        labels = labels[:, 0]
+    if labels.shape != (count,):
+        raise ValueError(
+            f"{count} images need labels of shape ({count},). Received shape "
+            f"{labels.shape}; of one-hot labels, take the argmax."
+        )
+    return labels
 
 
 def _batches(samples, batch_size):
@@ -219,15 +279,20 @@ def _convert(images, converter, image_shape):
     """Return one float32 array of the model's input for a list of images."""
     images = [x[..., None] if x.ndim == 2 else x for x in images]
     for image in images:
-        if image.ndim != 3:
+        if image.ndim != 3 or not image.size:
             raise ValueError(
                 "An image must be (height, width) or (height, width, "
-                f"channels). Received shape {image.shape}."
+                f"channels). Received shape {image.shape}; files are read "
+                "from a folder, given by its path."
+            )
+        if image.dtype.kind not in "uif":
+            raise ValueError(
+                f"An image must hold numbers. Received dtype {image.dtype}."
             )
         if image.dtype.kind == "f" and not np.isfinite(image).all():
             raise ValueError("An image holds NaN or infinite values.")
     if converter is not None:
-        _warn_unit_range(images)
+        _check_range(images)
         # Images of one size are converted together.
         if len({x.shape for x in images}) == 1:
             inputs = _to_numpy(converter(np.stack(images)))
@@ -245,13 +310,20 @@ def _convert(images, converter, image_shape):
     return inputs
 
 
-def _warn_unit_range(images):
-    if all(x.dtype.kind == "f" and 0 < x.max() <= 1 for x in images):
+def _check_range(images):
+    low, high = min(x.min() for x in images), max(x.max() for x in images)
+    if low < 0 or high > 255:
+        raise ValueError(
+            f"Images hold values of {low:g} to {high:g}; the preset's "
+            "converter expects 0 to 255. Rescale them, or pass "
+            "image_converter=None for images that are converted already."
+        )
+    if high <= 1 and any(x.dtype.kind == "f" and x.any() for x in images):
         warnings.warn(
             "Images look scaled to 0..1, but the preset's converter expects "
             "0..255. Multiply by 255, or pass image_converter=None for images "
             "that are converted already.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -27,19 +27,36 @@ class FewShot:
     seeds: tuple = (0, 1, 2, 3, 4)
     probe: LinearProbe = dataclasses.field(default_factory=LinearProbe)
 
+    def __post_init__(self):
+        for name in ("shots", "seeds"):
+            values = getattr(self, name)
+            least = 1 if name == "shots" else 0
+            if (
+                not isinstance(values, (tuple, list))
+                or not values
+                or any(type(v) is not int or v < least for v in values)
+                or len(set(values)) < len(values)
+            ):
+                raise ValueError(
+                    f"{name} must be different ints from {least}. Received: "
+                    f"{values!r}."
+                )
+            object.__setattr__(self, name, tuple(values))
+
     def evaluate(self, features, labels, class_names=None):
         """Return `{shots: [accuracy of each seed]}`, accuracies of 0 to 1.
 
         Args:
             features: float array `(n, d)`.
-            labels: int array `(n,)`.
-            class_names: list of strings, for messages. Defaults to `None`.
+            labels: array `(n,)`.
+            class_names: list of strings, for messages, if labels are indices
+                into it. Defaults to `None`.
 
         Raises:
             ValueError: if a class has too few images.
         """
         features, labels = check_features(features, labels)
-        self._check_counts(labels, class_names)
+        self.check_counts(labels, class_names)
         accuracies = {shots: [] for shots in self.shots}
         for seed in self.seeds:
             pools, test = self._split(labels, seed)
@@ -51,6 +68,25 @@ class FewShot:
                 )
         return accuracies
 
+    def check_counts(self, labels, class_names=None):
+        """Raise unless every class has images for the shots and a test.
+
+        Args:
+            labels: array `(n,)`.
+            class_names: list of strings, as in `evaluate`.
+        """
+        values, counts = np.unique(labels, return_counts=True)
+        if len(values) < 2:
+            raise ValueError("A probe needs at least two classes.")
+        if counts.min() <= max(self.shots):
+            value = values[counts.argmin()]
+            name = class_names[value] if class_names else value
+            raise ValueError(
+                f"Class {str(name)!r} has {counts.min()} images; "
+                f"{max(self.shots)} shots and one test image need "
+                f"{max(self.shots) + 1}. Use at most {counts.min() - 1} shots."
+            )
+
     def _split(self, labels, seed):
         """Return one pool of indices a class, and the test indices."""
         generator = np.random.default_rng(seed)
@@ -60,22 +96,6 @@ class FewShot:
             pools.append(order[: max(self.shots)])
             test.append(order[max(self.shots) :])
         return pools, np.concatenate(test)
-
-    def _check_counts(self, labels, class_names):
-        if not self.shots or min(self.shots) < 1 or not self.seeds:
-            raise ValueError(
-                "shots must be positive and seeds not empty. Received: "
-                f"shots={self.shots}, seeds={self.seeds}."
-            )
-        values, counts = np.unique(labels, return_counts=True)
-        if counts.min() <= max(self.shots):
-            value = values[counts.argmin()]
-            name = class_names[value] if class_names else value
-            raise ValueError(
-                f"Class {name!r} has {counts.min()} images; {max(self.shots)} "
-                "shots and one test image need "
-                f"{max(self.shots) + 1}. Use at most {counts.min() - 1} shots."
-            )
 
 
 def plot_few_shot(accuracies, path, *, title=None):
@@ -126,4 +146,4 @@ def plot_few_shot(accuracies, path, *, title=None):
     axes.legend(loc="lower right", frameon=False)
     if title:
         axes.set_title(title, loc="left", fontsize=11)
-    figure.savefig(path)
+    figure.savefig(path, format="png")

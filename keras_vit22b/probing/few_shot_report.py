@@ -15,7 +15,14 @@ from keras_vit22b.weights.preset_files import write_json
 from keras_vit22b.weights.preset_folder import replacing_file
 
 PIXEL_SIZE = (32, 32)
-PACKAGES = ("keras", "keras-hub", "keras-vit22b", "numpy", "scikit-learn")
+PACKAGES = (
+    "keras",
+    "keras-hub",
+    "keras-vit22b",
+    "numpy",
+    "pillow",
+    "scikit-learn",
+)
 
 
 def run_few_shot(
@@ -45,12 +52,12 @@ def run_few_shot(
         The record: a dict that is JSON.
     """
     data = _digits() if images is None else _folder(images)
+    # What can fail does so before the features are extracted.
+    protocol.check_counts(data["labels"], data["class_names"])
+    if output is not None:
+        output = pathlib.Path(output)
+        output.mkdir(parents=True, exist_ok=True)
     backbone = ViT22BBackbone.from_preset(preset)
-    if backbone.image_converter is None:
-        raise ValueError(
-            f"Preset {str(preset)!r} has no image converter, so raw images "
-            "cannot be given to it."
-        )
     features, labels = extract_features(
         backbone,
         data["source"],
@@ -67,10 +74,11 @@ def run_few_shot(
         "raw pixels": protocol.evaluate(pixels, labels, data["class_names"]),
     }
     record = {
-        "preset": str(preset),
+        "preset": backbone.source,
         "data": {
             "name": data["name"],
             "images": len(labels),
+            "skipped": len(data["labels"]) - len(labels),
             "classes": len(np.unique(labels)),
             "pixels": pixels.shape[1],
         },
@@ -86,14 +94,10 @@ def run_few_shot(
         "packages": _versions(),
     }
     if output is not None:
-        folder = pathlib.Path(output)
-        folder.mkdir(parents=True, exist_ok=True)
-        plot_few_shot(
-            accuracies,
-            folder / "probe.png",
-            title=f"Linear probe on {data['name']}",
-        )
-        with replacing_file(folder / "probe.json") as temporary:
+        with replacing_file(output / "probe.png") as temporary:
+            title = f"Linear probe on {data['name']}"
+            plot_few_shot(accuracies, temporary, title=title)
+        with replacing_file(output / "probe.json") as temporary:
             write_json(temporary, record)
     return record
 
@@ -107,7 +111,8 @@ def _digits():
     return {
         "name": "scikit-learn's digits",
         "class_names": [str(n) for n in digits.target_names],
-        "source": [(images, digits.target)],
+        "labels": digits.target,
+        "source": iter([(images, digits.target)]),
         "pixels": lambda *_: digits.data,
     }
 
@@ -121,6 +126,7 @@ def _folder(path):
     return {
         "name": folder.path.name or str(folder.path),
         "class_names": folder.class_names,
+        "labels": folder.labels,
         "source": folder,
         "pixels": lambda *options: _folder_pixels(folder, *options),
     }
@@ -154,14 +160,15 @@ def _preprocessing(converter):
 def _summary(values):
     return {
         "mean": float(np.mean(values)),
-        "std": float(np.std(values)),
+        # Of the sample: its divisor is the number of seeds less one.
+        "std": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0,
         "values": values,
     }
 
 
 def _versions():
     versions = {}
-    for package in PACKAGES:
+    for package in (*PACKAGES, keras.backend.backend()):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -12,6 +12,8 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 class ImageFolder:
     """Images below a folder, in sorted order, decoded one at a time.
 
+    Hidden files and folders, whose names start with a dot, are left out.
+
     Args:
         path: path of a folder. Its sub-folders are the classes; if it has
             none, its own images have no labels.
@@ -22,7 +24,8 @@ class ImageFolder:
         labels: int array `(images,)`, or `None` without sub-folders.
 
     Raises:
-        ValueError: if the folder is missing or holds no images.
+        ValueError: if the folder is missing or holds no images, a class has
+            none, or images lie beside the classes.
     """
 
     def __init__(self, path):
@@ -33,6 +36,7 @@ class ImageFolder:
         folders = [f for f in folders if not f.name.startswith(".")]
         if folders:
             found = [_images_in(folder) for folder in folders]
+            self._check_classes(folders, found)
             self.paths = [path for paths in found for path in paths]
             self.class_names = [folder.name for folder in folders]
             self.labels = np.repeat(
@@ -45,6 +49,20 @@ class ImageFolder:
             raise ValueError(
                 f"{str(path)!r} holds no images. Expected files ending in "
                 f"{', '.join(SUFFIXES)}, in one sub-folder a class."
+            )
+
+    def _check_classes(self, folders, found):
+        empty = [f.name for f, paths in zip(folders, found) if not paths]
+        if empty and any(found):
+            raise ValueError(
+                f"{str(self.path)!r} has classes without images: "
+                f"{', '.join(empty)}. Remove these sub-folders."
+            )
+        stray = [p.name for p in self.path.iterdir() if _is_image(p)]
+        if stray:
+            raise ValueError(
+                f"{str(self.path)!r} has images beside its sub-folders: "
+                f"{', '.join(sorted(stray)[:5])}. Move them into a class."
             )
 
     def __len__(self):
@@ -74,12 +92,26 @@ def _images_in(folder):
     return sorted(
         path
         for path in folder.rglob("*")
-        if path.suffix.lower() in SUFFIXES and path.is_file()
+        if _is_image(path)
+        and not any(p.startswith(".") for p in path.relative_to(folder).parts)
+    )
+
+
+def _is_image(path):
+    return (
+        path.suffix.lower() in SUFFIXES
+        and not path.name.startswith(".")
+        and path.is_file()
     )
 
 
 def _to_uint8(image):
-    if image.mode.startswith("I"):  # 16 bits a pixel
-        return (np.asarray(image)[..., None] / 257).round().astype("uint8")
-    gray = image.mode in ("1", "L", "LA", "La", "F")
+    if image.mode.startswith("I"):
+        pixels = np.asarray(image)[..., None]
+        if pixels.min() < 0 or pixels.max() > 65535:
+            raise ValueError("it has more than 16 bits a pixel")
+        return (pixels / 257).round().astype("uint8")
+    if image.mode == "F":
+        raise ValueError("its pixels are floats, of unknown range")
+    gray = image.mode in ("1", "L", "LA", "La")
     return np.atleast_3d(np.asarray(image.convert("L" if gray else "RGB")))

@@ -29,10 +29,10 @@ CARD_FILE = "README.md"
 HEAD = "head"
 PACKAGE = "keras_vit22b"
 NO_WEIGHTS = (
-    "Preset {name!r} has no weights: the weights of ViT-22B were never "
-    "released, and this package ships none for it. What works: "
-    "load_weights=False for random weights, the path of a folder that "
-    "save_to_preset wrote, or {shipped} for weights that ship."
+    "Preset {name!r} has no weights: those of ViT-22B were never released, "
+    "and none ship for this size. What works: load_weights=False for random "
+    "weights; hf://org/name or the path of a folder for weights that "
+    "save_to_preset wrote; {shipped} for weights that ship."
 )
 
 
@@ -87,7 +87,10 @@ def open_preset(handle, *, load_weights=True, **hub_options):
             f"{', '.join(used)} is for handles of the form hf://org/name. "
             f"Received: {str(handle)!r}."
         )
-    with PresetFolder(_find_folder(handle)) as folder:
+    path = _find_folder(handle)
+    # A built-in preset is its name, wherever the package lies.
+    source = path.name if path.parent == builtin_folder() else str(path)
+    with PresetFolder(path, source=source) as folder:
         yield folder
 
 
@@ -239,7 +242,7 @@ BACKBONE_REQUIRED = (
 )
 HEAD_FIELDS = {
     "num_classes": _is_int(1, 10_000_000),
-    "activation": _or(_is_none, _is_string),
+    "activation": _is_one_of(None, "linear", "sigmoid", "softmax"),
     "dropout": _is_rate,
     "class_names": _or(
         _is_none, lambda v: isinstance(v, list) and all(map(_is_string, v))
@@ -303,6 +306,31 @@ def read_fields(
     values = content.get(section)
     if values is None and optional:
         return None
+    return _check_fields(path, section, values, fields, required)
+
+
+def check_json(files):
+    """Raise unless a preset's JSON can be written, and read back.
+
+    Args:
+        files: dict from file name to content, as `preset_json` makes it.
+    """
+    for name, content in files.items():
+        try:
+            files[name] = json.loads(json.dumps(content, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} cannot be written: {error}.") from None
+    config = files[CONFIG_FILE]
+    _check_fields(CONFIG_FILE, "config", config["config"], BACKBONE_FIELDS)
+    if HEAD in config:
+        _check_fields(CONFIG_FILE, HEAD, config[HEAD], HEAD_FIELDS)
+    if CONVERTER_FILE in files:
+        converter = files[CONVERTER_FILE]["config"]
+        _check_fields(CONVERTER_FILE, "config", converter, CONVERTER_FIELDS)
+
+
+def _check_fields(path, section, values, fields, required=()):
+    """Return the known fields of a section, or raise naming all faults."""
     if not isinstance(values, dict):
         raise ValueError(f"{path}: {section!r} must be an object.")
     values = {k: v for k, v in values.items() if k not in _IGNORED}

@@ -298,7 +298,7 @@ def test_remat_trains_as_without_it(block_class, tokens, monkeypatch, arrays):
         ),
         ({"mlp_dim": 25}, "mlp_dim 25 does not divide by num_heads 2.* 24 and"),
         ({"num_heads": 0}, "must be positive"),
-        ({"norm": "batch"}, "norm must be 'rms', 'layer'. Received: 'batch'"),
+        ({"norm": "batch"}, "norm must be 'rms' or 'layer'. Received: 'batch'"),
         ({"qk_norm": "l2"}, "qk_norm must be .* or None. Received: 'l2'"),
         ({"activation": "relu"}, "activation must be 'gelu_tanh' or 'gelu'"),
         ({"dropout_rate": 1.0}, r"dropout_rate must be in \[0, 1\)"),

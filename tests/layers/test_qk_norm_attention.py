@@ -164,3 +164,20 @@ def test_symbolic_maps_have_the_shapes_of_real_ones():
 def test_an_unknown_norm_is_named():
     with pytest.raises(ValueError, match="qk_norm must be 'rms', 'layer' or N"):
         QKNormAttention("batch")
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("return_attention", [True, False])
+def test_logits_are_not_rounded_in_half_precision(policy, return_attention):
+    # Logits 512, 512.5 and 513.5: bfloat16 has steps of 4 there, and so
+    # would weigh the three keys alike.
+    query = np.array([[[[16.0, 16.0, 1.0, 1.0]]]])
+    steps = [0.0, 0.5, 1.5]
+    key = np.array([[[[32.0, 32.0, 2 * step, 0.0]] for step in steps]])
+    value = np.eye(3, 4)[None, :, None]
+    layer = QKNormAttention(None, dtype=policy)
+    output = layer(query, key, value, return_attention=return_attention)
+    output = output[0] if return_attention else output
+    output = ops.convert_to_numpy(ops.cast(output, "float32"))[0, 0, 0, :3]
+    weights = np.exp(steps) / np.exp(steps).sum()
+    np.testing.assert_allclose(output, weights, atol=0.01)

@@ -3,14 +3,26 @@
 import keras
 import numpy as np
 import pytest
+from keras import ops
 from keras.src.backend.common import global_state
 
 from keras_vit22b import ViT22BImageClassifier
+from keras_vit22b import extract_features
 from keras_vit22b import from_preset
 from keras_vit22b.models.abstract import abstract_build
 from keras_vit22b.models.abstract import initialize_missing
 from keras_vit22b.models.abstract import is_abstract
 from keras_vit22b.models.abstract import set_value
+
+
+class Stored:
+    """A value as the loader gives it."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def read(self):
+        return self.value
 
 
 def train_another_model():
@@ -102,13 +114,37 @@ def test_a_value_can_be_set_twice():
     with abstract_build():
         variable = keras.Variable(np.zeros, (2,))
     for value in ([1.0, 2.0], [3.0, 4.0]):
-        set_value(variable, np.array(value, "float32"))
+        set_value(variable, Stored(np.array(value, "float32")))
         np.testing.assert_array_equal(variable.value, value)
 
 
 def test_an_abstract_model_cannot_be_saved(make_backbone, tmp_path):
     with abstract_build():
         backbone = make_backbone()
-    with pytest.raises(ValueError, match="no weights to save"):
+    with pytest.raises(ValueError, match="built abstractly"):
         backbone.save_to_preset(tmp_path / "preset")
     assert not (tmp_path / "preset").exists()
+
+
+def test_a_model_without_weights_does_not_compute(make_backbone, images):
+    with abstract_build():
+        backbone = make_backbone()
+        backbone.image_converter = None
+    classifier = ViT22BImageClassifier(backbone, 2)
+    for use in (
+        lambda: backbone(images),
+        lambda: backbone.predict(images, verbose=0),
+        lambda: extract_features(backbone, images, image_converter=None),
+        lambda: classifier.fit(images, np.zeros(3), verbose=0),
+    ):
+        with pytest.raises(ValueError, match="built abstractly"):
+            use()
+    trained = make_backbone(random=True)
+    for variable, value in zip(backbone.weights, trained.weights, strict=True):
+        set_value(variable, Stored(ops.convert_to_numpy(value.value)))
+    initialize_missing(backbone)
+    backbone.check_has_weights()
+    np.testing.assert_array_equal(
+        backbone.predict(images, verbose=0)["pooled_output"],
+        trained.predict(images, verbose=0)["pooled_output"],
+    )

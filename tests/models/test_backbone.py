@@ -202,7 +202,7 @@ def test_whether_blocks_are_normed_must_be_said(make_backbone):
         ({"num_heads": 3}, "hidden_dim 8 does not divide by num_heads 3"),
         ({"mlp_dim": 17}, "mlp_dim 17 does not .* 16 and 18"),
         ({"pooling": "max"}, "pooling must be 'map' or 'cls' or 'mean'.*'max'"),
-        ({"norm": "batch"}, "norm must be 'rms', 'layer'. Received: 'batch'"),
+        ({"norm": "batch"}, "norm must be 'rms' or 'layer'. Received: 'batch'"),
         ({"qk_norm": "batch"}, "qk_norm must be"),
         ({"block": "serial"}, "block must be 'parallel' or 'sequential'"),
         ({"final_norm": "none"}, "final_norm must be 'tokens' or 'pooled'"),

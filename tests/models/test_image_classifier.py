@@ -166,3 +166,42 @@ def test_without_preprocessor_fit_takes_any_loader(make_backbone, images):
     classifier.fit(Batches(), verbose=0)
     assert classifier.evaluate(Batches(), verbose=0)
     assert len(classifier.predict(Batches(), verbose=0)) == 2 * len(images)
+
+
+@pytest.mark.parametrize(
+    "activation, from_logits",
+    [(None, True), ("linear", True), ("softmax", False)],
+)
+def test_the_default_loss_knows_whether_scores_are_logits(
+    make_backbone, activation, from_logits
+):
+    classifier = ViT22BImageClassifier(
+        make_backbone(), 3, activation=activation
+    )
+    assert classifier.loss.get_config()["from_logits"] == from_logits
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"activation": "relu"}, "activation must be"),
+        ({"activation": len}, "activation must be"),
+        ({"class_names": ["a"]}, "1 class_names for 3"),
+    ],
+)
+def test_bad_heads_are_refused(make_backbone, options, message):
+    with pytest.raises(ValueError, match=message):
+        ViT22BImageClassifier(make_backbone(), 3, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"class_names": [1, 2, 3]}, {"class_names": ["x" * 300, "b", "c"]}],
+)
+def test_what_could_not_be_read_back_is_not_saved(
+    make_backbone, tmp_path, options
+):
+    classifier = ViT22BImageClassifier(make_backbone(), 3, **options)
+    with pytest.raises(ValueError, match="class_names"):
+        classifier.save_to_preset(tmp_path / "preset")
+    assert not list(tmp_path.iterdir())

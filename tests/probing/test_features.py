@@ -6,6 +6,7 @@ import PIL.Image
 import pytest
 
 from keras_vit22b import ViT22BBackbone
+from keras_vit22b import ViT22BImageClassifier
 from keras_vit22b import ViT22BImageConverter
 from keras_vit22b import extract_features
 
@@ -60,7 +61,11 @@ def test_lists_loaders_and_generators_give_the_same(backbone, images):
         yield images[:4], labels[:4]
         yield images[4:], labels[4:]
 
-    for source in (list(images), images[..., 0], loader()):
+    def lists():
+        yield list(images[:4])
+        yield list(images[4:])
+
+    for source in (list(images), images[..., 0], loader(), lists()):
         np.testing.assert_allclose(
             extract_features(backbone, source), expected, atol=1e-6
         )
@@ -152,6 +157,20 @@ def test_an_image_scaled_to_one_is_warned_about(backbone, images):
         (np.full((2, 8, 8, 1), np.nan), "NaN"),
         (np.zeros((8, 8)), "array of images"),
         (np.zeros((2, 8, 8, 4)), "1\\) or"),
+        (np.zeros((8, 8, 3)), "one image needs a batch axis"),
+        (iter([np.zeros((8, 8, 1))]), "one image needs a batch axis"),
+        (np.full((2, 8, 8, 1), 256.0), "0 to 255"),
+        (np.full((2, 8, 8, 1), -1), "0 to 255"),
+        (np.full((2, 8, 8, 1), 40_000, "uint16"), "0 to 255"),
+        (np.zeros((2, 8, 8, 1), bool), "dtype bool"),
+        (np.zeros((2, 8, 8, 1), complex), "dtype complex"),
+        ([np.zeros((0, 8, 1))], "Received shape"),
+        (["a.png"], "from a folder"),
+        (
+            iter([(np.zeros((3, 8, 8, 1)), np.zeros(2))]),
+            "labels of shape \\(3,\\)",
+        ),
+        (iter([(np.zeros((3, 8, 8, 1)), np.eye(3))]), "take the argmax"),
         (3, "Received: int"),
         ([{"image": 1}], "image"),
         ("nowhere", "not a folder"),
@@ -167,7 +186,9 @@ def test_other_bad_arguments_are_refused(backbone, images):
         ({"pooling": "cls"}, "'map' or 'mean'"),
         ({"blocks": [3]}, "Block 3 does not exist"),
         ({"blocks": []}, "blocks is empty"),
+        ({"blocks": "last"}, "blocks must be an int"),
         ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": 2.5}, "batch_size must be an int"),
         ({"return_labels": True}, "no labels"),
         ({"image_converter": "other"}, "image_converter"),
     ]:
@@ -190,3 +211,52 @@ def test_corrupt_files_stop_or_are_skipped_when_asked(backbone, tmp_path):
     )
     assert features.shape == (2, 8)
     assert labels.tolist() == [0, 1]
+
+
+def test_a_torch_loader_gives_the_same(backbone, images):
+    torch = pytest.importorskip("torch")
+    pairs = list(zip(images, range(7)))
+    loader = torch.utils.data.DataLoader(pairs, batch_size=2)
+    features, labels = extract_features(backbone, loader, return_labels=True)
+    expected = extract_features(backbone, images)
+    np.testing.assert_allclose(features, expected, atol=1e-6)
+    assert labels.tolist() == list(range(7))
+
+
+def test_a_grain_loader_gives_the_same(backbone, images):
+    grain = pytest.importorskip("grain")
+    loader = grain.MapDataset.source(list(images)).batch(2)
+    np.testing.assert_allclose(
+        extract_features(backbone, loader),
+        extract_features(backbone, images),
+        atol=1e-6,
+    )
+
+
+def test_every_step_has_the_shape_of_a_full_batch(
+    backbone, images, monkeypatch
+):
+    shapes = []
+    original = keras.Model.predict_on_batch
+
+    def spy(model, inputs):
+        shapes.append(inputs.shape)
+        return original(model, inputs)
+
+    monkeypatch.setattr(keras.Model, "predict_on_batch", spy)
+    extract_features(backbone, images, batch_size=4)
+    assert shapes == [(4, 8, 8, 1)] * 2
+
+
+def test_a_backbone_without_converter_does_not_guess(images):
+    bare = ViT22BBackbone(
+        (8, 8, 1), 4, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=16
+    )
+    with pytest.raises(ValueError, match="no image_converter"):
+        extract_features(bare, images)
+
+
+def test_a_classifier_is_refused_with_its_backbone(backbone, images):
+    classifier = ViT22BImageClassifier(backbone, 2)
+    with pytest.raises(ValueError, match="of a classifier, its `backbone`"):
+        extract_features(classifier, images)

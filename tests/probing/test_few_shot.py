@@ -64,10 +64,44 @@ def test_a_class_with_too_few_images_is_named():
         )
 
 
-@pytest.mark.parametrize("options", [{"shots": ()}, {"shots": (0,)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shots": ()},
+        {"shots": (0,)},
+        {"shots": 5},
+        {"shots": (1.5,)},
+        {"shots": (1, 1)},
+        {"seeds": ()},
+        {"seeds": (-1,)},
+    ],
+)
 def test_meaningless_protocols_are_refused(options):
-    with pytest.raises(ValueError, match="shots"):
-        FewShot(**options).evaluate(*blobs())
+    with pytest.raises(ValueError, match="must be different ints"):
+        FewShot(**options)
+
+
+def test_more_shots_contain_the_fewer(monkeypatch):
+    seen = []
+
+    def fit(self, features, labels):
+        seen.append({tuple(row) for row in features})
+        return original(self, features, labels)
+
+    original = LinearProbe.fit
+    monkeypatch.setattr(LinearProbe, "fit", fit)
+    FewShot(shots=(1, 5), seeds=(0,)).evaluate(*blobs())
+    assert len(seen[0]) == 3 and len(seen[1]) == 15
+    assert seen[0] < seen[1]
+
+
+def test_labels_may_be_names():
+    features, labels = blobs()
+    names = np.array(["a", "b", "c"])[labels]
+    protocol = FewShot(shots=(5,), seeds=(0,))
+    assert protocol.evaluate(features, names) == protocol.evaluate(
+        features, labels
+    )
 
 
 def test_plot_is_written(tmp_path):

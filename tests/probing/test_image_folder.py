@@ -75,3 +75,32 @@ def test_an_empty_folder_says_what_was_expected(tmp_path):
 def test_a_missing_folder_is_named():
     with pytest.raises(ValueError, match="nowhere"):
         ImageFolder("nowhere")
+
+
+def test_hidden_files_and_folders_are_left_out(tmp_path):
+    for name in ("a/1.png", "a/._1.png", "a/.checkpoints/2.png", ".b/3.png"):
+        save(tmp_path / name, np.zeros((4, 4), "uint8"))
+    folder = ImageFolder(tmp_path)
+    assert [p.name for p in folder.paths] == ["1.png"]
+    assert folder.class_names == ["a"]
+
+
+def test_a_class_without_images_is_named(tmp_path):
+    save(tmp_path / "a" / "1.png", np.zeros((4, 4), "uint8"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="without images: empty"):
+        ImageFolder(tmp_path)
+
+
+def test_images_beside_the_classes_are_named(tmp_path):
+    for name in ("a/1.png", "stray.png"):
+        save(tmp_path / name, np.zeros((4, 4), "uint8"))
+    with pytest.raises(ValueError, match="beside its sub-folders: stray.png"):
+        ImageFolder(tmp_path)
+
+
+@pytest.mark.parametrize("mode, value", [("F", 0.5), ("I", 70_000)])
+def test_pixels_of_unknown_range_are_refused(tmp_path, mode, value):
+    PIL.Image.new(mode, (4, 4), value).save(tmp_path / "a.tiff")
+    with pytest.raises(ValueError, match="a.tiff"):
+        ImageFolder(tmp_path)[0]
