@@ -13,11 +13,15 @@ import os
 import pathlib
 import shutil
 import socket
+import stat
 import sys
 
 SUFFIX = ".saving"
 # Of the names that a save makes itself: an old preset's are not kept.
 OWN_SUFFIXES = (".safetensors", ".json")
+# A pipe would keep its reader waiting; it is opened to be refused.
+NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+BINARY = getattr(os, "O_BINARY", 0)
 AT_FDCWD = -100
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS.
 
@@ -68,24 +72,33 @@ class PresetFolder:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if the name is no plain file name, or a link that
-                leads out of the folder.
+            ValueError: if the name is no plain file name, or that of
+                something else than a file, or of a link that leads out of the
+                folder.
         """
         if pathlib.PurePath(name).name != name or "\\" in name or ":" in name:
             raise ValueError(f"{name!r} is not the plain name of a file.")
-        file = open(
-            name if self._fd is not None else self.path / name,
-            "rb",
-            buffering=0,
-            opener=lambda p, flags: os.open(p, flags, dir_fd=self._fd),
-        )
-        if os.path.islink(self.path / name):
-            target = os.path.dirname(os.path.realpath(self.path / name))
+        path = self.path / name
+        try:
+            fd = os.open(
+                path if self._fd is None else name,
+                os.O_RDONLY | NO_WAIT | BINARY,
+                dir_fd=self._fd,
+            )
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ValueError(f"Cannot open {path}: {error}.") from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise ValueError(f"{path} is not a file.")
+        file = open(fd, "rb", buffering=0)
+        if os.path.islink(path):
+            target = os.path.dirname(os.path.realpath(path))
             if target not in self._roots:
                 file.close()
                 raise ValueError(
-                    f"{self.path / name} is a link that leads out of its "
-                    "folder."
+                    f"{path} is a link that leads out of its folder."
                 )
         return file
 
