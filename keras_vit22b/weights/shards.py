@@ -149,6 +149,7 @@ class Shards:
             folder's index. Defaults to `None`.
 
     Attributes:
+        path: path of the folder or the one file.
         specs: dict from tensor name to `TensorSpec`.
         files: dict from tensor name to file name.
 
@@ -159,12 +160,13 @@ class Shards:
 
     def __init__(self, folder, *, only=None):
         self._folder = folder
+        self.path = folder.path / only if only else folder.path
         self.files, self.specs, self._grids = {}, {}, set()
         index = None if only else read_index(folder)
         if index is None:
             only = only or WEIGHTS_FILE
             if not folder.has(only):
-                raise FileNotFoundError(f"{folder.path / only} does not exist.")
+                raise ValueError(f"{folder.path / only} does not exist.")
         faults = []
         names = [only] if only else sorted(set(index.weight_map.values()))
         for name in names:
@@ -178,7 +180,7 @@ class Shards:
             faults += _disagreements(index, self.files, self.specs)
         if faults:
             raise ValueError(
-                f"The weights in {folder.path} are broken:\n  "
+                f"The weights in {self.path} are broken:\n  "
                 + "\n  ".join(faults)
             )
 
