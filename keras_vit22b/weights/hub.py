@@ -326,7 +326,7 @@ def _weight_files(preset, names):
     """Return the names of the files that the index names."""
     path, blobs = preset.fetch(names)
     with PresetFolder(path, blobs=blobs) as folder:
-        weight_map = read_index(folder)
-    if weight_map is None:
+        index = read_index(folder)
+    if index is None:
         return [WEIGHTS_FILE] if WEIGHTS_FILE in preset.names else []
-    return sorted(set(weight_map.values()))
+    return sorted(set(index.weight_map.values()))

@@ -12,6 +12,7 @@ import pathlib
 
 import keras
 
+from keras_vit22b.layers.patch_embedding import as_pair
 from keras_vit22b.weights.hub import is_hub_handle
 from keras_vit22b.weights.hub import open_hub_preset
 from keras_vit22b.weights.preset_folder import PresetFolder
@@ -389,10 +390,13 @@ def check_size(folder, shards):
     """
     config = read_backbone(folder)
     width, mlp = config["hidden_dim"], config["mlp_dim"]
+    grid = zip(config["image_shape"], as_pair(config["patch_size"]))
+    positions = math.prod(size // patch for size, patch in grid)
     described = config["num_layers"] * (4 * width**2 + 2 * width * mlp)
+    described += positions * width
     stored = sum(math.prod(spec.shape) for spec in shards.specs.values())
     if described > stored:
         raise ValueError(
-            f"{folder.path / CONFIG_FILE} describes blocks of {described:,} "
+            f"{folder.path / CONFIG_FILE} describes at least {described:,} "
             f"numbers, but the weights hold {stored:,}."
         )

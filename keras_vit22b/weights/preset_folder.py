@@ -2,22 +2,32 @@
 
 A save writes a new folder beside the old one and exchanges the two in one
 step, so a kill at any moment leaves the old preset or the new one. A reader
-holds the folder open and sees the one it opened, whatever is saved meanwhile.
+holds the folder open: it sees the one it opened, and an error if that was
+replaced before all was read, but never files of both.
 """
 
 import contextlib
 import ctypes
 import errno
+import glob
 import json
 import os
 import pathlib
+import re
 import shutil
 import socket
+import stat
 import sys
 
 SUFFIX = ".saving"
-# Of the names that a save makes itself: an old preset's are not kept.
-OWN_SUFFIXES = (".safetensors", ".json")
+# The names that a save makes: an old preset's are not kept.
+OWN_NAMES = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|"
+    r"model\.weights\.json|(config|image_converter|metadata|preprocessor)\.json"
+)
+# A pipe would keep its reader waiting; it is opened to be refused.
+NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+BINARY = getattr(os, "O_BINARY", 0)
 AT_FDCWD = -100
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS.
 
@@ -68,26 +78,54 @@ class PresetFolder:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if the name is no plain file name, or a link that
-                leads out of the folder.
+            ValueError: if the name is no plain file name, or that of
+                something else than a file, or of a link that leads out of the
+                folder; or if the folder was replaced meanwhile.
         """
-        if pathlib.PurePath(name).name != name or "\\" in name or ":" in name:
+        if (
+            pathlib.PurePath(name).name != name
+            or name in ("", "..")
+            or "\\" in name
+            or ":" in name
+        ):
             raise ValueError(f"{name!r} is not the plain name of a file.")
-        file = open(
-            name if self._fd is not None else self.path / name,
-            "rb",
-            buffering=0,
-            opener=lambda p, flags: os.open(p, flags, dir_fd=self._fd),
-        )
-        if os.path.islink(self.path / name):
-            target = os.path.dirname(os.path.realpath(self.path / name))
+        path = self.path / name
+        try:
+            fd = os.open(
+                path if self._fd is None else name,
+                os.O_RDONLY | NO_WAIT | BINARY,
+                dir_fd=self._fd,
+            )
+        except FileNotFoundError:
+            if self._was_replaced():
+                raise ValueError(
+                    f"{self.path} was replaced while it was read. Load again."
+                ) from None
+            raise
+        except OSError as error:
+            raise ValueError(f"Cannot open {path}: {error}.") from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise ValueError(f"{path} is not a file.")
+        file = open(fd, "rb", buffering=0)
+        if os.path.islink(path):
+            target = os.path.dirname(os.path.realpath(path))
             if target not in self._roots:
                 file.close()
                 raise ValueError(
-                    f"{self.path / name} is a link that leads out of its "
-                    "folder."
+                    f"{path} is a link that leads out of its folder."
                 )
         return file
+
+    def _was_replaced(self):
+        """Return whether the path is by now that of another folder."""
+        if self._fd is None:
+            return False
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            return True
+        return not os.path.samestat(status, os.fstat(self._fd))
 
     def read_json(self, name, *, limit=100_000_000):
         """Read a JSON object, with a clear error.
@@ -169,7 +207,7 @@ def replacing_folder(path, owner=None):
 def _remove_leftovers(path):
     """Remove what saves of this machine left when they were killed."""
     prefix = f".{path.name}.{socket.gethostname()}-"
-    for folder in path.parent.glob(f".{path.name}.*{SUFFIX}"):
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.*{SUFFIX}"):
         pid = folder.name.removeprefix(prefix).removesuffix(SUFFIX)
         if pid.isdigit() and not _is_running(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
@@ -188,7 +226,7 @@ def _is_running(pid):
 def _keep_foreign(old, new):
     for file in old.iterdir():
         target = new / file.name
-        if target.exists() or file.suffix in OWN_SUFFIXES:
+        if target.exists() or OWN_NAMES.fullmatch(file.name):
             continue
         if file.is_symlink() or file.is_file():
             try:

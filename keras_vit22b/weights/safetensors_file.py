@@ -203,7 +203,8 @@ def _read_header(file):
             f"claims {length:,}."
         )
     try:
-        header = json.loads(file.read(length), object_pairs_hook=_unique)
+        text = file.read(length).decode("utf-8")
+        header = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"its header is not JSON ({error}).") from None
     if not isinstance(header, dict):
@@ -220,14 +221,17 @@ def _read_header(file):
 
 
 def _unique(pairs):
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        twice = sorted({n for n in names if names.count(n) > 1})[:3]
-        raise ValueError(f"{', '.join(map(repr, twice))} stands twice")
-    return dict(pairs)
+    values = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{name!r} stands twice")
+        values[name] = value
+    return values
 
 
 def _read_spec(name, entry, first):
+    if not name.isprintable():
+        raise ValueError(f"the tensor name {name!r} is not printable.")
     if not isinstance(entry, dict) or set(entry) != {
         "dtype",
         "shape",

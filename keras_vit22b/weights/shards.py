@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import typing
 
 import keras
 import numpy as np
@@ -148,6 +149,7 @@ class Shards:
             folder's index. Defaults to `None`.
 
     Attributes:
+        path: path of the folder or the one file.
         specs: dict from tensor name to `TensorSpec`.
         files: dict from tensor name to file name.
 
@@ -158,14 +160,15 @@ class Shards:
 
     def __init__(self, folder, *, only=None):
         self._folder = folder
+        self.path = folder.path / only if only else folder.path
         self.files, self.specs, self._grids = {}, {}, set()
-        weight_map = None if only else read_index(folder)
-        if weight_map is None:
+        index = None if only else read_index(folder)
+        if index is None:
             only = only or WEIGHTS_FILE
             if not folder.has(only):
-                raise FileNotFoundError(f"{folder.path / only} does not exist.")
+                raise ValueError(f"{folder.path / only} does not exist.")
         faults = []
-        names = [only] if only else sorted(set(weight_map.values()))
+        names = [only] if only else sorted(set(index.weight_map.values()))
         for name in names:
             try:
                 self._add(name, faults)
@@ -173,11 +176,11 @@ class Shards:
                 faults.append(f"{name} is in the index, but does not exist")
             except ValueError as error:
                 faults.append(str(error))
-        if weight_map is not None and not faults:
-            faults += _disagreements(weight_map, self.files)
+        if index is not None and not faults:
+            faults += _disagreements(index, self.files, self.specs)
         if faults:
             raise ValueError(
-                f"The weights in {folder.path} are broken:\n  "
+                f"The weights in {self.path} are broken:\n  "
                 + "\n  ".join(faults)
             )
 
@@ -226,33 +229,59 @@ class Shards:
                 yield file, tensors
 
 
+class Index(typing.NamedTuple):
+    """What an index says.
+
+    Attributes:
+        name: string. Of its file.
+        weight_map: dict from tensor name to file name.
+        total_size: int. Bytes of all tensors, or `None` if it does not say.
+    """
+
+    name: str
+    weight_map: dict
+    total_size: int | None
+
+
 def read_index(folder):
-    """Return `{tensor: file}` of the folder's index, or `None`."""
+    """Return the `Index` of a folder, or `None`."""
     for name in (INDEX_FILE, KERAS_INDEX_FILE):
         if folder.has(name):
             break
     else:
         return None
-    weight_map = folder.read_json(name).get("weight_map")
+    content, path = folder.read_json(name), folder.path / name
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{folder.path / name} has no weight_map.")
+        raise ValueError(f"{path} has no weight_map.")
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not SHARD_NAME.fullmatch(file):
             raise ValueError(
-                f"{folder.path / name} puts {tensor!r} in {file!r}; expected "
-                "the plain name of a .safetensors file."
+                f"{path} puts {tensor!r} in {file!r}; expected the plain name "
+                "of a .safetensors file."
             )
-    return weight_map
+    metadata = content.get("metadata")
+    if not isinstance(metadata, dict) or "total_size" not in metadata:
+        return Index(name, weight_map, None)
+    if type(metadata["total_size"]) is not int:
+        raise ValueError(f"{path}: total_size must be a whole number.")
+    return Index(name, weight_map, metadata["total_size"])
 
 
-def _disagreements(weight_map, files):
+def _disagreements(index, files, specs):
     faults = []
-    for tensor, file in weight_map.items():
+    for tensor, file in index.weight_map.items():
         found = files.get(tensor)
         if found is None:
             faults.append(f"{tensor} is not in {file}, as the index says")
         elif found != file:
             faults.append(f"{tensor} is in {found}, the index says {file}")
-    for tensor in files.keys() - weight_map.keys():
+    for tensor in files.keys() - index.weight_map.keys():
         faults.append(f"{tensor} is in {files[tensor]}, but not in the index")
+    stored = sum(spec.stop - spec.start for spec in specs.values())
+    if index.total_size not in (None, stored):
+        faults.append(
+            f"{index.name} has total_size {index.total_size:,}, but the "
+            f"tensors have {stored:,} bytes"
+        )
     return faults

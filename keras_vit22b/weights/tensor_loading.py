@@ -113,7 +113,8 @@ def _check(shards, variables, old_grid):
             )
     if faults:
         raise ValueError(
-            "The stored weights do not fit the model:\n  " + "\n  ".join(faults)
+            f"The weights in {shards.path} do not fit the model:\n  "
+            + "\n  ".join(faults)
         )
 
 

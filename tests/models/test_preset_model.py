@@ -17,6 +17,7 @@ from keras_vit22b.layers import resize_position_embedding
 from keras_vit22b.weights import preset_files
 
 FILES = {
+    "README.md",
     "config.json",
     "image_converter.json",
     "metadata.json",
@@ -99,7 +100,7 @@ def test_metadata_tells_size_and_dtype(folder, backbone):
 
 
 def test_saving_what_was_loaded_gives_the_same_files(folder, tmp_path):
-    again = tmp_path / "again"
+    again = tmp_path / "again" / folder.name
     ViT22BImageClassifier.from_preset(folder).save_to_preset(again)
     for name in FILES - {"model.safetensors"}:
         assert (again / name).read_bytes() == (folder / name).read_bytes()
@@ -240,10 +241,13 @@ def test_an_unknown_option_is_refused(folder, model):
 # === Saving that fails ===
 
 
-def test_a_folder_is_no_preset_until_it_is_whole(
-    backbone, tmp_path, monkeypatch
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_failing_save_leaves_what_was_there(
+    backbone, folder, tmp_path, monkeypatch, exists
 ):
     write_json = preset_files.write_json
+    target = folder if exists else tmp_path / "preset"
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
 
     def fail_at_metadata(path, value):
         if path.name == "metadata.json":
@@ -252,16 +256,16 @@ def test_a_folder_is_no_preset_until_it_is_whole(
 
     monkeypatch.setattr(preset_files, "write_json", fail_at_metadata)
     with pytest.raises(OSError, match="No space left"):
-        backbone.save_to_preset(tmp_path / "preset")
-    names = {p.name for p in (tmp_path / "preset").iterdir()}
-    assert names < FILES and "config.json" not in names
-    with pytest.raises(ValueError, match="is not a preset"):
+        backbone.save_to_preset(target)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    assert not list(tmp_path.parent.glob(".*saving*"))
+    with pytest.raises(ValueError, match="Unknown preset"):
         from_preset(tmp_path / "preset")
 
 
 def test_a_file_in_the_way_is_left_alone(backbone, tmp_path):
     (tmp_path / "preset").write_text("mine")
-    with pytest.raises(OSError):
+    with pytest.raises(ValueError, match="preset is a file, not a folder"):
         backbone.save_to_preset(tmp_path / "preset")
     assert (tmp_path / "preset").read_text() == "mine"
 

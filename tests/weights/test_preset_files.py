@@ -1,11 +1,14 @@
 """Handles, and JSON that is data: known fields of known types."""
 
 import json
+import os
 
 import pytest
 
+from keras_vit22b import ViT22BBackbone
 from keras_vit22b import from_preset
 from keras_vit22b.weights import preset_files
+from keras_vit22b.weights.hub import parse_handle
 
 
 @pytest.fixture
@@ -49,10 +52,61 @@ def test_an_unknown_preset_offers_near_names(handle, near):
         from_preset(handle)
 
 
-@pytest.mark.parametrize("handle", ["hf://user/vit", "kaggle://a/b/c"])
+@pytest.mark.parametrize(
+    "handle", ["kaggle://a/b/c", "https://huggingface.co/org/m", "HF://org/m"]
+)
 def test_other_schemes_are_refused(handle):
     with pytest.raises(ValueError, match="Cannot load '.*://"):
         from_preset(handle)
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [
+        "hf://",
+        "hf://vit",
+        "hf://org/m/sub",
+        "hf://org/",
+        "hf:///m",
+        "hf://org/m@",
+        "hf://user:password@org/m",
+        "hf://org/m?revision=v1",
+        "hf://org/m#v1",
+        "hf://org/m\n",
+        "hf://org m/x",
+    ],
+)
+def test_a_handle_of_another_form_is_refused_without_a_request(handle):
+    with pytest.raises(ValueError, match="hf://org/name@revision"):
+        from_preset(handle)
+
+
+def test_a_handle_may_name_its_revision():
+    assert parse_handle("hf://org/m") == ("org/m", None)
+    assert parse_handle("hf://org/m@v1.0") == ("org/m", "v1.0")
+    assert parse_handle("hf://org/m@refs/pr/1") == ("org/m", "refs/pr/1")
+    assert parse_handle("hf://org/m", "v2") == ("org/m", "v2")
+    assert parse_handle("hf://org/m@v2", "v2") == ("org/m", "v2")
+
+
+def test_a_handle_and_an_argument_may_not_name_two_revisions():
+    with pytest.raises(ValueError, match="'v1', but revision='v2' was passed"):
+        from_preset("hf://org/m@v1", revision="v2")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"revision": "main"},
+        {"token": "hf_secret"},
+        {"cache_dir": "cache"},
+        {"local_files_only": True},
+    ],
+)
+def test_options_of_the_hub_are_refused_elsewhere(folder, option):
+    with pytest.raises(ValueError, match=f"{[*option][0]} is for handles of"):
+        from_preset(folder, **option)
+    assert from_preset(folder, **dict.fromkeys(option)).built
 
 
 @pytest.mark.parametrize("handle", ["", ".", "..", "/", "../presets"])
@@ -63,8 +117,9 @@ def test_a_folder_that_is_no_preset_is_refused(handle, tmp_path, monkeypatch):
 
 
 def test_a_built_in_name_is_its_folder():
-    folder = preset_files.resolve_handle("vit22b_patch14_224")
-    assert folder == preset_files.builtin_folder() / "vit22b_patch14_224"
+    name = "vit22b_patch14_224"
+    with preset_files.open_preset(name) as folder:
+        assert folder.path == preset_files.builtin_folder() / name
 
 
 def test_22b_says_its_weights_were_never_released():
@@ -76,9 +131,18 @@ def test_22b_says_its_weights_were_never_released():
 
 def test_a_folder_without_weights_is_named(folder):
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="has no model.safetensors"):
+    with pytest.raises(ValueError, match="has neither model.safetensors nor"):
         from_preset(folder)
     assert from_preset(folder, load_weights=False).built
+
+
+@pytest.mark.parametrize(
+    "name", ["model.bin", "model.weights.h5", "model.keras", "weights.pkl"]
+)
+def test_other_formats_are_not_even_opened(folder, name):
+    os.replace(folder / "model.safetensors", folder / name)
+    with pytest.raises(ValueError, match="has neither model.safetensors nor"):
+        from_preset(folder)
 
 
 # === JSON ===
@@ -238,6 +302,34 @@ def test_a_head_that_is_wrong_is_refused(folder, head):
 def test_another_class_is_refused(folder, registered_name):
     edit(folder / "config.json", registered_name=registered_name)
     with pytest.raises(ValueError, match="expected 'keras_vit22b>ViT22BBackb"):
+        from_preset(folder)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        {"num_layers": 1024},
+        {"hidden_dim": 6144, "mlp_dim": 24576, "num_layers": 48},
+        {"mlp_dim": 1_048_576},
+        # Positions are resized to the image: 2**28 tokens of 8 numbers.
+        {"image_shape": [65536, 65536, 3]},
+    ],
+    ids=lambda bomb: next(iter(bomb)),
+)
+def test_a_config_larger_than_the_weights_is_refused_before_a_layer_is_made(
+    folder, bomb, monkeypatch
+):
+    monkeypatch.setattr(ViT22BBackbone, "__init__", None)
+    edit_config(folder / "config.json", **bomb)
+    message = r"config.json describes at least [\d,]+ numbers, but the weights"
+    with pytest.raises(ValueError, match=message):
+        from_preset(folder)
+
+
+def test_a_config_of_another_small_model_is_refused(folder):
+    """It passes the bound, and then its tensors do not fit."""
+    edit_config(folder / "config.json", num_layers=1)
+    with pytest.raises(ValueError, match="not part of the model: blocks.1"):
         from_preset(folder)
 
 

@@ -1,7 +1,9 @@
-"""Files of tensors: plain safetensors, checked whole before they are used."""
+"""Stored tensors become a model's weights: checked as a whole first."""
 
+import gc
 import json
-import struct
+import logging
+import os
 
 import ml_dtypes
 import numpy as np
@@ -9,8 +11,11 @@ import pytest
 import safetensors.numpy
 from keras import ops
 
+from keras_vit22b import ViT22BBackbone
 from keras_vit22b.layers import resize_position_embedding
-from keras_vit22b.weights import tensor_files
+from keras_vit22b.weights import shards
+from keras_vit22b.weights.preset_folder import replacing_file
+from keras_vit22b.weights.safetensors_file import SafetensorsFile
 
 
 @pytest.fixture
@@ -102,16 +107,44 @@ def test_positions_are_resized_at_load(
     np.testing.assert_allclose(table.value, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_other_floats_are_cast(make_backbone, saved, path, dtype):
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2"],
+)
+def test_other_floats_are_cast_and_the_log_says_so(
+    make_backbone, saved, path, dtype, caplog
+):
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     write(path, {k: v.astype(dtype) for k, v in saved.items()})
     target = make_backbone()
-    target.load_weights(path)
+    with caplog.at_level(logging.INFO, "keras_vit22b"):
+        target.load_weights(path)
     for name, variable in target.tensors().items():
         assert variable.dtype == "float32"
         np.testing.assert_array_equal(
             variable.value, saved[name].astype(dtype).astype("float32")
         )
+    assert caplog.messages == [
+        f"Casting {len(saved)} tensors from {dtype} to float32."
+    ]
+
+
+def test_a_log_of_casts_counts_each_kind(make_backbone, saved, path, caplog):
+    saved["final_norm.scale"] = saved["final_norm.scale"].astype("float16")
+    saved["pooling.probe"] = saved["pooling.probe"].astype("float64")
+    write(path, saved)
+    with caplog.at_level(logging.INFO, "keras_vit22b"):
+        make_backbone().load_weights(path)
+    assert sorted(caplog.messages) == [
+        "Casting 1 tensors from float16 to float32.",
+        "Casting 1 tensors from float64 to float32.",
+    ]
+
+
+def test_what_needs_no_cast_is_not_logged(make_backbone, saved, path, caplog):
+    with caplog.at_level(logging.INFO, "keras_vit22b"):
+        make_backbone().load_weights(path)
+    assert not caplog.messages
 
 
 def test_bfloat16_weights_are_kept_as_such(make_backbone, path):
@@ -152,10 +185,11 @@ def test_all_faults_are_named_at_once(make_backbone, saved, path):
     assert_refused(
         make_backbone(),
         path,
-        "missing: blocks.1.norm.scale, final_norm.scale",
+        "missing: blocks.1.norm.scale",
+        "missing: final_norm.scale",
         "not part of the model: blocks.2.norm.scale",
         "patch_embedding.kernel has shape (8, 48), expected (48, 8)",
-        "pooling.probe is I8, expected a float",
+        "pooling.probe is int8, expected float32; only floats are cast",
     )
 
 
@@ -199,28 +233,120 @@ def test_channels_other_than_the_models_are_refused(make_backbone, path):
     assert_refused(make_backbone(), path, "patch_embedding.kernel has shape")
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "bool"])
+def test_whole_numbers_are_not_taken_for_floats(
+    make_backbone, saved, path, dtype
+):
+    name = "final_norm.scale"
+    saved[name] = saved[name].astype(dtype)
+    write(path, saved)
+    assert_refused(make_backbone(), path, f"{name} is {dtype}, expected float")
+
+
 def test_a_truncated_file_is_refused(make_backbone, saved, path):
     content = path.read_bytes()
     for length in (0, 7, 100, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
-        assert_refused(make_backbone(), path, "not a readable safetensors file")
-
-
-@pytest.mark.parametrize(
-    "header", [b"{", b"[]", b'{"a": 1}', b"\xff" * 8, b"{}" + b" " * 6]
-)
-def test_a_corrupt_header_is_refused(make_backbone, path, header):
-    path.write_bytes(struct.pack("<Q", len(header)) + header)
-    assert_refused(make_backbone(), path)
+        assert_refused(make_backbone(), path, "is not safetensors")
 
 
 def test_something_else_is_refused(make_backbone, path):
     path.write_bytes(b"PK\x03\x04" + b"\0" * 100)
-    assert_refused(make_backbone(), path, "not a readable safetensors file")
+    assert_refused(make_backbone(), path, "is not safetensors")
 
 
 def test_a_missing_file_is_refused(make_backbone, path):
-    assert_refused(make_backbone(), path)
+    assert_refused(make_backbone(), path, "does not exist")
+
+
+def test_a_missing_folder_is_refused(make_backbone, tmp_path):
+    path = tmp_path / "none" / "model.safetensors"
+    assert_refused(make_backbone(), path.parent)
+
+
+def test_a_link_out_of_the_folder_is_refused(make_backbone, saved, tmp_path):
+    """Of files that a repository may bring; the user's own path is a path."""
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "model.safetensors").symlink_to("../model.safetensors")
+    assert_refused(
+        make_backbone(), inside / "model.safetensors", "leads out of its folder"
+    )
+
+
+def test_a_tensor_that_cannot_be_read_leaves_the_file_closed(
+    make_backbone, saved, path, monkeypatch
+):
+    """A loop that stops half-way keeps no file open."""
+    held = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(
+        "keras_vit22b.models.preset_model.set_value",
+        lambda *_: (_ for _ in ()).throw(OSError("Input/output error")),
+    )
+    with pytest.raises(OSError, match="Input/output"):
+        make_backbone().load_weights(path)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == held
+
+
+# === Several files ===
+
+
+def test_the_index_is_loaded_as_one_file_is(make_backbone, tmp_path, arrays):
+    source = make_backbone(random=True)
+    source.save_to_preset(tmp_path, max_shard_size=300)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    target = make_backbone()
+    target.load_weights(tmp_path / "model.weights.json")
+    for ours, theirs in zip(arrays(target), arrays(source), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_faults_of_several_files_are_named_at_once(make_backbone, tmp_path):
+    make_backbone().save_to_preset(tmp_path, max_shard_size=300)
+    other = make_backbone(hidden_dim=16, num_layers=1)
+    before = [ops.convert_to_numpy(w.value) for w in other.weights]
+    with pytest.raises(ValueError) as error:
+        other.load_weights(tmp_path / "model.weights.json")
+    for fault in (
+        "final_norm.scale has shape (8,), expected (16,)",
+        "not part of the model: blocks.1.norm.scale",
+    ):
+        assert fault in str(error.value)
+    for weight, value in zip(other.weights, before, strict=True):
+        np.testing.assert_array_equal(weight.value, value)
+
+
+def test_each_tensor_is_read_once_and_one_file_is_open(
+    make_backbone, tmp_path, monkeypatch
+):
+    source = make_backbone()
+    source.save_to_preset(tmp_path, max_shard_size=600)
+    reads, opened = [], []
+    read, start, stop = (
+        getattr(SafetensorsFile, name)
+        for name in ("read", "__enter__", "__exit__")
+    )
+
+    def count(file, name):
+        assert opened == [file]
+        reads.append(name)
+        return read(file, name)
+
+    def enter(file):
+        opened.append(file)
+        return start(file)
+
+    def leave(file, *error):
+        opened.remove(file)
+        return stop(file, *error)
+
+    monkeypatch.setattr(SafetensorsFile, "read", count)
+    monkeypatch.setattr(SafetensorsFile, "__enter__", enter)
+    monkeypatch.setattr(SafetensorsFile, "__exit__", leave)
+    loaded = ViT22BBackbone.from_preset(tmp_path)
+    assert sorted(reads) == sorted(loaded.tensors())
+    assert not opened
 
 
 # === Writing ===
@@ -231,12 +357,11 @@ def test_a_failing_save_leaves_the_old_file(
 ):
     before = path.read_bytes()
 
-    def fail(arrays, filename, metadata):
-        with open(filename, "wb") as file:
-            file.write(b"half")
+    def fail(file, tensors, metadata):
+        file.write(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(safetensors.numpy, "save_file", fail)
+    monkeypatch.setattr(shards, "write_safetensors", fail)
     with pytest.raises(OSError, match="No space left"):
         make_backbone().save_weights(path)
     assert path.read_bytes() == before
@@ -246,7 +371,7 @@ def test_a_failing_save_leaves_the_old_file(
 def test_a_failing_first_save_leaves_no_file(tmp_path):
     with (
         pytest.raises(KeyboardInterrupt),
-        tensor_files.replacing(tmp_path / "a.json") as temporary,
+        replacing_file(tmp_path / "a.json") as temporary,
     ):
         with open(temporary, "w") as file:
             file.write("half")
