@@ -10,7 +10,6 @@ from keras_vit22b.models import ViT22BBackbone
 from keras_vit22b.models import ViT22BImageClassifier
 from keras_vit22b.models.abstract import abstract_build
 from keras_vit22b.models.abstract import is_abstract
-from keras_vit22b.weights import preset_files
 
 # JFT's label set in the paper.
 NUM_CLASSES = 29_593
@@ -99,27 +98,6 @@ def test_22b_cuts_an_image_into_256_patches_of_588_numbers():
     )
     assert backbone.output["sequence_output"].shape == (None, 256, 6144)
     assert with_class_token.output["sequence_output"].shape[1] == 257
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_every_row_has_a_preset_of_its_config(name):
-    folder = preset_files.resolve_handle(name)
-    config = preset_files.read_fields(
-        folder / preset_files.CONFIG_FILE,
-        "config",
-        preset_files.BACKBONE_FIELDS,
-        class_name="ViT22BBackbone",
-        required=preset_files.BACKBONE_REQUIRED,
-    )
-    wanted = VARIANTS[name].backbone_config()
-    wanted["image_shape"] = list(wanted["image_shape"])
-    assert config | wanted == config
-    assert preset_files.read_fields(
-        folder / preset_files.CONVERTER_FILE,
-        "config",
-        preset_files.CONVERTER_FIELDS,
-        class_name="ViT22BImageConverter",
-    )["image_size"] == list(wanted["image_shape"][:2])
 
 
 def test_presets_are_listed_largest_first_with_their_sizes():
