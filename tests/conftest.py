@@ -8,6 +8,19 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+if keras.backend.backend() == "torch":
+    import torch
+
+    def as_array(tensor, dtype=None, copy=None):
+        """Let NumPy compare tensors that would want a gradient."""
+        tensor = tensor.detach().cpu()
+        if tensor.dtype == torch.bfloat16:
+            tensor = tensor.float()
+        array = tensor.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    torch.Tensor.__array__ = as_array
+
 
 @pytest.fixture(autouse=True)
 def same_seed_and_policy():
@@ -63,6 +76,9 @@ def arrays():
     """Copy a layer's or a model's weights to NumPy arrays, in order."""
 
     def arrays(model):
-        return [keras.ops.convert_to_numpy(w.value) for w in model.weights]
+        # Copied, since on torch the arrays would change with the weights.
+        return [
+            keras.ops.convert_to_numpy(w.value).copy() for w in model.weights
+        ]
 
     return arrays

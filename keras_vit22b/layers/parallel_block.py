@@ -80,11 +80,13 @@ class ParallelBlock(TransformerBlock):
         projected = self.in_projection(self.norm(inputs))
         qkv, hidden = ops.split(projected, [3 * self.head_dim], axis=-1)
         if self.qkv_bias is not None:
-            qkv = qkv + self.qkv_bias
+            qkv = qkv + ops.cast(self.qkv_bias, qkv.dtype)
         attended, maps = self._attend(
             *ops.split(qkv, 3, axis=-1), return_attention
         )
-        hidden = activate(hidden + self.mlp_bias, self.activation)
+        # Cast here, since torch recomputes outside the autocast scope.
+        hidden = hidden + ops.cast(self.mlp_bias, hidden.dtype)
+        hidden = activate(hidden, self.activation)
         hidden = self._drop(hidden, self.dropout_rate, seeds)
         branches = self.out_projection(
             ops.concatenate([attended, hidden], axis=-1)
