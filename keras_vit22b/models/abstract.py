@@ -48,7 +48,8 @@ def set_value(variable, stored):
     """
     sharding = _sharding(variable)
     if sharding is None:
-        value = stored.read()
+        # In one expression, so that a copy frees what it is made from.
+        value = keras.ops.convert_to_tensor(stored.read(), dtype=variable.dtype)
     else:
         from keras_vit22b.weights.jax_arrays import sharded_array
 
@@ -56,9 +57,7 @@ def set_value(variable, stored):
     if not is_abstract(variable):
         variable.assign(value)
         return
-    variable._initialize(
-        keras.ops.convert_to_tensor(value, dtype=variable.dtype)
-    )
+    variable._initialize(value)
     variable._initializer = None
 
 

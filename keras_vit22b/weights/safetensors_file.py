@@ -7,6 +7,7 @@ untrusted files are checked in full before anything is allocated.
 Reference: https://github.com/huggingface/safetensors#format
 """
 
+import concurrent.futures
 import hashlib
 import json
 import math
@@ -138,18 +139,20 @@ def write_safetensors(file, tensors, metadata):
     header, specs = plan_file([t[:3] for t in tensors], metadata)
     digest = hashlib.sha256(header)
     file.write(header)
-    for name, spec in specs.items():
-        array = np.ascontiguousarray(reads[name]())
-        if array.dtype != spec.dtype or array.size != math.prod(spec.shape):
-            raise RuntimeError(
-                f"{name} is {array.dtype} {array.shape}, announced as "
-                f"{spec.dtype} {spec.shape}."
-            )
-        view = memoryview(array.reshape(-1).view(np.uint8))
-        for start in range(0, len(view), CHUNK):
-            digest.update(view[start : start + CHUNK])
-            file.write(view[start : start + CHUNK])
-        del view, array
+    # Hashing takes as long as writing, and lets other threads run.
+    with concurrent.futures.ThreadPoolExecutor(1) as hasher:
+        for name, spec in specs.items():
+            array = np.ascontiguousarray(reads[name]())
+            if array.dtype != spec.dtype or array.size != math.prod(spec.shape):
+                raise RuntimeError(
+                    f"{name} is {array.dtype} {array.shape}, announced as "
+                    f"{spec.dtype} {spec.shape}."
+                )
+            view = memoryview(array.reshape(-1).view(np.uint8))
+            hashing = hasher.submit(digest.update, view)
+            file.write(view)
+            hashing.result()
+            del view, array, hashing
     return digest.hexdigest()
 
 

@@ -44,7 +44,9 @@ VARIABLES = st.dictionaries(
 def make_variable(dtype, shape, seed):
     """A variable of random numbers that the dtype holds exactly."""
     values = np.random.default_rng(seed).integers(-4, 5, shape)
-    return keras.Variable(np.asarray(values, "float32"), dtype=dtype)
+    return keras.Variable(
+        np.asarray(values, "float32"), dtype=dtype, trainable=False
+    )
 
 
 def bits_of(variable):
