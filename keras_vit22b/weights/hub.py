@@ -5,12 +5,14 @@ Each file's hash is checked against what the Hub says of it: the client itself
 compares only sizes.
 """
 
+import concurrent.futures
 import contextlib
 import hashlib
 import json
 import logging
 import pathlib
 import re
+import threading
 import time
 
 from keras_vit22b.weights.preset_folder import PresetFolder
@@ -26,6 +28,8 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]+\.(safetensors|json)|README\.md")
 ATTEMPTS = 5
 LONGEST_WAIT = 8.0
+# Seconds for an answer, the client's own attempts included.
+TIMEOUT = 60.0
 CHUNK = 16 * 1024 * 1024
 
 
@@ -145,7 +149,8 @@ class HubPreset:
             return revision
         resolved = self._call(
             "resolve",
-            lambda: self._api.resolve_revision(
+            lambda: _in_time(
+                self._api.resolve_revision,
                 self.repository,
                 revision=revision,
                 cache_dir=self._cache,
@@ -153,7 +158,7 @@ class HubPreset:
                 token=self._token,
             ),
         )
-        return str(resolved)
+        return resolved.resolved
 
     def _list_files(self):
         """Return names and hashes; from a record of an earlier load if any."""
@@ -167,9 +172,11 @@ class HubPreset:
             )
         entries = self._call(
             "list",
-            lambda: list(
-                self._api.list_repo_tree(
-                    self.repository, revision=self.commit, token=self._token
+            lambda: _in_time(
+                lambda: list(
+                    self._api.list_repo_tree(
+                        self.repository, revision=self.commit, token=self._token
+                    )
                 )
             ),
         )
@@ -279,6 +286,24 @@ class HubPreset:
             seconds,
         )
         time.sleep(seconds)
+
+
+def _in_time(request, *args, **options):
+    """Make a request to which the client itself sets no timeout.
+
+    Raises:
+        TimeoutError: if there is no answer; the request is left to itself.
+    """
+    answer = concurrent.futures.Future()
+
+    def run():
+        try:
+            answer.set_result(request(*args, **options))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer.result(TIMEOUT)
 
 
 def _is_passing(error):
