@@ -4,6 +4,7 @@ import operator
 
 import keras
 import keras_hub
+import numpy as np
 
 from keras_vit22b.models.backbone import ViT22BBackbone
 from keras_vit22b.models.preprocessing import ViT22BImageClassifierPreprocessor
@@ -132,10 +133,25 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
     # Without a preprocessor, keras-hub's pipeline would only keep Keras from
     # taking PyDatasets, torch loaders and generators, and from shuffling.
 
-    def fit(self, *args, **kwargs):
+    def fit(self, x=None, y=None, **kwargs):
+        """Train as `keras.Model.fit` does, on raw images.
+
+        With a preprocessor, arrays are shuffled once, before the first epoch,
+        unless `shuffle=False`; a `tf.data.Dataset` should shuffle itself.
+        """
         if self.preprocessor is None:
-            return keras.Model.fit(self, *args, **kwargs)
-        return super().fit(*args, **kwargs)
+            return keras.Model.fit(self, x, y, **kwargs)
+        # keras-hub's pipeline takes arrays in their order.
+        if hasattr(x, "shape") and kwargs.pop("shuffle", True):
+            kept = int(len(x) * (1 - (kwargs.get("validation_split") or 0)))
+            order = np.arange(len(x))
+            np.random.shuffle(order[:kept])
+            x = np.asarray(x)[order]
+            y = None if y is None else np.asarray(y)[order]
+            if kwargs.get("sample_weight") is not None:
+                weights = np.asarray(kwargs["sample_weight"])
+                kwargs["sample_weight"] = weights[order]
+        return super().fit(x, y, shuffle=False, **kwargs)
 
     def evaluate(self, *args, **kwargs):
         if self.preprocessor is None:

@@ -151,7 +151,7 @@ class PresetModel:
         If several processes hold the model, all must call this, with a folder
         that all see; each writes what it holds.
         """
-        path = pathlib.Path(preset_dir)
+        path = pathlib.Path(preset_dir).expanduser()
         tensors = self._tensors_to_save()
         files = self._preset_json()
         preset_files.check_json(files)

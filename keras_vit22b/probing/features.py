@@ -89,7 +89,7 @@ def extract_features(
     samples, total = _samples(images, skip_unreadable)
     features, labels = [], []
     with tqdm.tqdm(
-        total=total, unit="image", disable=not progress, desc="features"
+        total=total, unit=" images", disable=not progress, desc="features"
     ) as bar:
         for batch, batch_labels in _batches(samples, batch_size):
             inputs = _convert(batch, image_converter, backbone.image_shape)

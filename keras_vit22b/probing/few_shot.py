@@ -139,7 +139,7 @@ def plot_few_shot(accuracies, path, *, title=None):
     axes.set_xticks(shots, [str(k) for k in shots])
     axes.minorticks_off()
     axes.set_xlabel("labelled images a class")
-    axes.set_ylabel("accuracy (%)")
+    axes.set_ylabel("accuracy (%), mean and range over seeds")
     axes.margins(x=0.08, y=0.12)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

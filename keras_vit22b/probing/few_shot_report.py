@@ -7,6 +7,7 @@ import pathlib
 import keras
 import numpy as np
 
+from keras_vit22b import __version__
 from keras_vit22b.models import ViT22BBackbone
 from keras_vit22b.probing.features import extract_features
 from keras_vit22b.probing.few_shot import plot_few_shot
@@ -18,7 +19,6 @@ PIXEL_SIZE = (32, 32)
 PACKAGES = (
     "keras",
     "keras-hub",
-    "keras-vit22b",
     "numpy",
     "pillow",
     "scikit-learn",
@@ -167,7 +167,7 @@ def _summary(values):
 
 
 def _versions():
-    versions = {}
+    versions = {"keras-vit22b": __version__}
     for package in (*PACKAGES, keras.backend.backend()):
         try:
             versions[package] = importlib.metadata.version(package)

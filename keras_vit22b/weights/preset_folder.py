@@ -186,11 +186,12 @@ def replacing_folder(path, owner=None):
     staging = staging_path(path, owner)
     path = pathlib.Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file, not a folder.")
+    _check_replaceable(path)
     _remove_leftovers(path)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
+    if path.exists():
+        staging.chmod(path.stat().st_mode & 0o7777)
     try:
         yield staging
         if path.exists():
@@ -202,6 +203,25 @@ def replacing_folder(path, owner=None):
         _sync(path.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check_replaceable(path):
+    """Raise unless a folder may be exchanged for a new one."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file, not a folder.")
+    if pathlib.Path.cwd().is_relative_to(path):
+        raise ValueError(
+            f"{path} is the working directory, or holds it. A save replaces "
+            "its folder as a whole; name one below it."
+        )
+    folders = sorted(file.name for file in path.iterdir() if file.is_dir())
+    if folders:
+        raise ValueError(
+            f"{path} holds other folders ({', '.join(folders[:3])}). A save "
+            "replaces its folder as a whole; name one of its own."
+        )
 
 
 def _remove_leftovers(path):
@@ -228,13 +248,10 @@ def _keep_foreign(old, new):
         target = new / file.name
         if target.exists() or OWN_NAMES.fullmatch(file.name):
             continue
-        if file.is_symlink() or file.is_file():
-            try:
-                os.link(file, target, follow_symlinks=False)
-            except OSError:
-                shutil.copy2(file, target, follow_symlinks=False)
-        else:
-            shutil.copytree(file, target, symlinks=True)
+        try:
+            os.link(file, target, follow_symlinks=False)
+        except OSError:
+            shutil.copy2(file, target, follow_symlinks=False)
 
 
 def _sync(path):

@@ -58,6 +58,7 @@ def push_to_hub(
 def _push(folder, repository, *, private, token, **options):
     from huggingface_hub import HfApi
     from huggingface_hub import errors
+    from huggingface_hub.utils import httpx
 
     verify_folder(folder)
     api = HfApi(library_name="keras_vit22b", token=token)
@@ -69,7 +70,11 @@ def _push(folder, repository, *, private, token, **options):
             allow_patterns=["*.safetensors", "*.json", "README.md"],
             **{k: v for k, v in options.items() if v is not None},
         )
-    except (errors.HfHubHTTPError, errors.LocalTokenNotFoundError) as error:
+    except (
+        errors.HfHubHTTPError,
+        errors.LocalTokenNotFoundError,
+        httpx.HTTPError,
+    ) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         raise ValueError(
             f"The Hub refused {repository}: {type(error).__name__}"

@@ -1,6 +1,7 @@
 """A linear head on the frozen feature."""
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 from keras import ops
@@ -205,3 +206,30 @@ def test_what_could_not_be_read_back_is_not_saved(
     with pytest.raises(ValueError, match="class_names"):
         classifier.save_to_preset(tmp_path / "preset")
     assert not list(tmp_path.iterdir())
+
+
+def test_arrays_are_shuffled_but_for_what_validates(
+    make_backbone, pixels, monkeypatch
+):
+    backbone = make_backbone()
+    converter = ViT22BImageConverter(backbone.image_shape[:2])
+    classifier = ViT22BImageClassifier(
+        backbone, 40, preprocessor=converter.make_preprocessor()
+    )
+    seen = []
+    parent = keras_hub.models.ImageClassifier
+
+    def fit(self, x, y, **kwargs):
+        seen.append((x[:, 0, 0, 0].tolist(), y.tolist(), kwargs))
+
+    monkeypatch.setattr(parent, "fit", fit)
+    images = np.zeros((40, 9, 14, 3), "uint8")
+    images[:, 0, 0, 0] = labels = np.arange(40)
+    classifier.fit(images, labels, validation_split=0.25)
+    classifier.fit(images, labels, shuffle=False)
+    for first, second, kwargs in seen:
+        assert first == second
+        assert kwargs["shuffle"] is False
+    assert sorted(seen[0][0][:30]) == list(range(30)) != seen[0][0][:30]
+    assert seen[0][0][30:] == list(range(30, 40))
+    assert seen[1][0] == list(range(40))

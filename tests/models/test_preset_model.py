@@ -277,3 +277,29 @@ def test_another_models_preprocessing_is_not_inherited(
     assert from_preset(folder).image_converter is None
     with pytest.raises(ValueError, match="no classification head"):
         ViT22BImageClassifier.from_preset(folder)
+
+
+def test_the_working_directory_is_not_replaced(
+    make_backbone, tmp_path, monkeypatch
+):
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    for folder in (".", "", "..", tmp_path):
+        with pytest.raises(ValueError, match="working directory"):
+            make_backbone().save_to_preset(folder)
+    make_backbone().save_to_preset("preset")
+    assert (tmp_path / "below" / "preset" / "config.json").is_file()
+
+
+def test_a_folder_of_folders_is_not_replaced(make_backbone, tmp_path):
+    (tmp_path / "home" / "photos").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds other folders .photos."):
+        make_backbone().save_to_preset(tmp_path / "home")
+    assert [p.name for p in (tmp_path / "home").iterdir()] == ["photos"]
+
+
+def test_a_private_folder_stays_private(make_backbone, tmp_path):
+    folder = tmp_path / "preset"
+    folder.mkdir(mode=0o700)
+    make_backbone().save_to_preset(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700

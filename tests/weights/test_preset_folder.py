@@ -107,15 +107,12 @@ def test_what_no_save_makes_is_kept(folder):
     (folder / "notes.txt").write_text("mine")
     (folder / "training.json").write_text("mine too")
     (folder / "tokens.safetensors").write_text("also mine")
-    (folder / "plots").mkdir()
-    (folder / "plots" / "loss.png").write_text("plot")
     (folder / "link").symlink_to("notes.txt")
     save(folder, config="new")
     assert (folder / "config.json").read_text() == "new"
     assert (folder / "notes.txt").read_text() == "mine"
     assert (folder / "training.json").read_text() == "mine too"
     assert (folder / "tokens.safetensors").read_text() == "also mine"
-    assert (folder / "plots" / "loss.png").read_text() == "plot"
     assert os.readlink(folder / "link") == "notes.txt"
 
 
