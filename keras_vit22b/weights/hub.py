@@ -125,8 +125,8 @@ class HubPreset:
             names: list of string.
 
         Returns:
-            `(folder, blobs)`: the snapshot's path, and that of the folder its
-            links lead to.
+            `(folder, blobs)`: the snapshot's path, and those of the folders
+            its links lead to.
         """
         for name in names:
             if name not in self._hashes:
@@ -134,7 +134,8 @@ class HubPreset:
             path = self._download(name)
             self._verify(name, path)
         snapshot = self._folder / "snapshots" / self.commit
-        return snapshot, self._folder / "blobs"
+        # What comes through Xet is shared by all repositories of the cache.
+        return snapshot, (self._folder / "blobs", self._cache / "blobs")
 
     @property
     def _folder(self):
@@ -217,8 +218,7 @@ class HubPreset:
             return
         found = _hash_of(path, sha256=len(expected) == 64)
         if status.st_size != size or found != expected:
-            path.resolve().unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+            _remove_with_target(path)
             raise ValueError(
                 f"{name} of {self} is damaged: its hash is {found}, the Hub "
                 f"says {expected}. It was removed from the cache; load again."
@@ -262,8 +262,13 @@ class HubPreset:
                     self._wait(action, attempt, error)
                     continue
                 else:
-                    problem = f"{ATTEMPTS} attempts failed ({error})"
-            except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
+                    problem = f"{ATTEMPTS} attempts failed"
+            except (
+                errors.HfHubHTTPError,
+                httpx.HTTPError,
+                OSError,
+                RuntimeError,  # Of hf_xet.
+            ) as error:
                 if _is_passing(error) and attempt + 1 < ATTEMPTS:
                     self._wait(action, attempt, error)
                     continue
@@ -316,6 +321,15 @@ def _is_passing(error):
     return isinstance(error, (httpx.TransportError, TimeoutError))
 
 
+def _remove_with_target(path):
+    """Remove a file, and each link on the way to it."""
+    while path.is_symlink():
+        target = path.parent / path.readlink()
+        path.unlink()
+        path = target
+    path.unlink(missing_ok=True)
+
+
 def _hash_of(path, *, sha256):
     """Return a file's sha256, or git's sha1 of it as a blob."""
     if sha256:
@@ -339,7 +353,7 @@ def open_hub_preset(handle, *, load_weights=True, **options):
         **options: of `HubPreset`.
     """
     preset = HubPreset(handle, **options)
-    names = [n for n in preset.names if n.endswith(".json")]
+    names = [n for n in preset.names if n.endswith((".json", ".md"))]
     if load_weights:
         names += _weight_files(preset, names)
     path, blobs = preset.fetch(names)

@@ -37,8 +37,8 @@ class PresetFolder:
 
     Args:
         path: path of the folder.
-        blobs: path of a folder that links may lead into, as those of a
-            snapshot of the Hub's cache do. Defaults to `None`: links may not
+        blobs: paths of folders that links may lead into, as those of a
+            snapshot of the Hub's cache do. Defaults to none: links may not
             leave the folder.
         source: string. Where it is from, to be written beside a result.
             Defaults to `None`: its path.
@@ -47,10 +47,10 @@ class PresetFolder:
         ValueError: if there is no such folder.
     """
 
-    def __init__(self, path, *, blobs=None, source=None):
+    def __init__(self, path, *, blobs=(), source=None):
         self.path = pathlib.Path(path)
         self.source = source or str(path)
-        self._roots = [os.path.realpath(p) for p in (path, blobs) if p]
+        self._roots = [os.path.realpath(p) for p in (path, *blobs)]
         if not self.path.is_dir():
             raise ValueError(f"There is no folder {str(path)!r}.")
         # Windows cannot open a folder; there its path must serve.
@@ -109,8 +109,8 @@ class PresetFolder:
             raise ValueError(f"{path} is not a file.")
         file = open(fd, "rb", buffering=0)
         if os.path.islink(path):
-            target = os.path.dirname(os.path.realpath(path))
-            if target not in self._roots:
+            target = pathlib.Path(os.path.realpath(path))
+            if not any(map(target.is_relative_to, self._roots)):
                 file.close()
                 raise ValueError(
                     f"{path} is a link that leads out of its folder."

@@ -3,8 +3,18 @@
 import pathlib
 import tempfile
 
+from keras_vit22b.weights.hub import FILE_NAME
 from keras_vit22b.weights.hub import SCHEME
 from keras_vit22b.weights.verification import verify_folder
+
+# What an earlier push may have left, which would not fit this preset's files.
+OWN_PATTERNS = [
+    "image_converter.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "preprocessor.json",
+]
 
 
 def push_to_hub(
@@ -61,13 +71,15 @@ def _push(folder, repository, *, private, token, **options):
     from huggingface_hub.utils import httpx
 
     verify_folder(folder)
+    names = [p.name for p in folder.iterdir() if FILE_NAME.fullmatch(p.name)]
     api = HfApi(library_name="keras_vit22b", token=token)
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         commit = api.upload_folder(
             repo_id=repository,
             folder_path=folder,
-            allow_patterns=["*.safetensors", "*.json", "README.md"],
+            allow_patterns=names,
+            delete_patterns=OWN_PATTERNS,
             **{k: v for k, v in options.items() if v is not None},
         )
     except (
@@ -80,5 +92,11 @@ def _push(folder, repository, *, private, token, **options):
             f"The Hub refused {repository}: {type(error).__name__}"
             + (f", status {status}" if status else "")
             + ". Pushing needs a token that may write there."
+        ) from None
+    except (httpx.HTTPError, OSError, RuntimeError) as error:
+        # RuntimeError is of hf_xet.
+        raise ValueError(
+            f"Cannot push to {repository}: {type(error).__name__}. Push again: "
+            "only what is missing is sent."
         ) from None
     return f"{SCHEME}{repository}@{commit.oid}"
