@@ -82,11 +82,7 @@ def _push(folder, repository, *, private, token, **options):
             delete_patterns=OWN_PATTERNS,
             **{k: v for k, v in options.items() if v is not None},
         )
-    except (
-        errors.HfHubHTTPError,
-        errors.LocalTokenNotFoundError,
-        httpx.HTTPError,
-    ) as error:
+    except (errors.HfHubHTTPError, errors.LocalTokenNotFoundError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         raise ValueError(
             f"The Hub refused {repository}: {type(error).__name__}"
