@@ -79,6 +79,18 @@ def test_stock_keras_hub_loads_the_backbone(folder, backbone, images):
     assert_same_outputs(loaded, backbone, images)
 
 
+@pytest.mark.parametrize("size", [600, 5000, "5GB"])
+def test_stock_keras_hub_loads_shards(backbone, images, tmp_path, size):
+    backbone.save_to_preset(tmp_path / "sharded", max_shard_size=size)
+    shards = list((tmp_path / "sharded").glob("model-*.safetensors"))
+    assert bool(shards) == (size != "5GB")
+    loaded = keras_hub.models.Backbone.from_preset(str(tmp_path / "sharded"))
+    assert type(loaded) is ViT22BBackbone
+    for ours, theirs in zip(loaded.weights, backbone.weights, strict=True):
+        np.testing.assert_array_equal(ours.value, theirs.value)
+    assert_same_outputs(loaded, backbone, images)
+
+
 def test_a_folder_holds_these_files(folder):
     assert {p.name for p in folder.iterdir()} == FILES
 

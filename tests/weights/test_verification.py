@@ -1,0 +1,129 @@
+"""`verify` finds every fault of a folder, and `inspect` reads headers alone."""
+
+import json
+import os
+
+import pytest
+
+from keras_vit22b import ViT22BImageConverter
+from keras_vit22b.weights.preset_folder import PresetFolder
+from keras_vit22b.weights.safetensors_file import SafetensorsFile
+from keras_vit22b.weights.verification import list_tensors
+from keras_vit22b.weights.verification import verify_folder
+
+SHARD = "model-00002-of-00003.safetensors"
+
+
+@pytest.fixture
+def folder(make_backbone, tmp_path):
+    backbone = make_backbone()
+    backbone.image_converter = ViT22BImageConverter((8, 12))
+    backbone.save_to_preset(tmp_path / "preset", max_shard_size=4000)
+    assert (tmp_path / "preset" / SHARD).exists()
+    return tmp_path / "preset"
+
+
+def assert_refused(folder, *messages):
+    with pytest.raises(ValueError) as error:
+        verify_folder(folder)
+    for message in (f"{folder} is not a sound preset:\n", *messages):
+        assert message in str(error.value)
+
+
+def test_what_a_save_makes_is_sound(folder, make_backbone):
+    report = verify_folder(folder)
+    tensors = make_backbone().tensors()
+    shards = list(folder.glob("*.safetensors"))
+    assert report == {
+        "tensors": len(tensors),
+        "files": len(shards),
+        "bytes": sum(p.stat().st_size for p in shards),
+    }
+
+
+def test_one_wrong_bit_of_any_shard_is_found(folder):
+    for path in folder.glob("*.safetensors"):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert_refused(folder, f"{path.name} has sha256 ", "expected ")
+        path.write_bytes(content)
+    verify_folder(folder)
+
+
+def test_all_faults_are_named_at_once(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["config"]["colour"] = "red"
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "image_converter.json").write_text("[]")
+    (folder / SHARD).unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    assert_refused(
+        folder,
+        "field 'colour'",
+        "image_converter.json must hold a JSON object",
+        f"{SHARD} is in the index, but does not exist",
+        "pytorch_model.bin may run code when it is loaded",
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x.bin", "x.h5", "x.keras", "x.npz", "x.PKL", "x.pt", "x.ckpt", "x.hdf5"],
+)
+def test_formats_that_can_run_code_are_named(folder, name):
+    (folder / name).write_bytes(b"")
+    assert_refused(folder, f"{name} may run code when it is loaded")
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (lambda h: h.pop(SHARD), f"{SHARD} has no sha256"),
+        (lambda h: h.update({SHARD: "0" * 64}), f"expected {'0' * 64}"),
+        (lambda h: h.update({SHARD: None}), "expected None"),
+        (lambda h: h.update({"gone.json": "0"}), "gone.json has a sha256, but"),
+        (lambda h: h.update({"../x": "0"}), "'../x' is not the plain name"),
+    ],
+    ids=["lacking", "other", "none", "gone", "outside"],
+)
+def test_hashes_are_those_of_the_shards(folder, edit, message):
+    metadata = json.loads((folder / "metadata.json").read_text())
+    edit(metadata["sha256"])
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+    assert_refused(folder, message)
+
+
+@pytest.mark.parametrize("value", [None, [], "x"])
+def test_metadata_without_hashes_is_no_proof(folder, value):
+    metadata = json.loads((folder / "metadata.json").read_text())
+    (folder / "metadata.json").write_text(
+        json.dumps(metadata | {"sha256": value})
+    )
+    assert_refused(folder, "metadata.json has no sha256 of files")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "metadata.json", "model.weights.json"]
+)
+def test_a_file_that_is_missing_is_named(folder, name):
+    os.remove(folder / name)
+    if name == "model.weights.json":  # The other index says the same.
+        verify_folder(folder)
+        name = "model.safetensors.index.json"
+        os.remove(folder / name)
+    assert_refused(folder, name)
+
+
+def test_an_inspection_reads_headers_alone(folder, make_backbone, monkeypatch):
+    monkeypatch.setattr(SafetensorsFile, "read", None)
+    monkeypatch.setattr(SafetensorsFile, "read_slice", None)
+    with PresetFolder(folder) as opened:
+        rows = list_tensors(opened)
+    index = json.loads((folder / "model.weights.json").read_text())
+    assert {row["name"]: row["file"] for row in rows} == index["weight_map"]
+    assert {row["name"]: row["shape"] for row in rows} == {
+        name: list(v.shape) for name, v in make_backbone().tensors().items()
+    }
+    assert {row["dtype"] for row in rows} == {"float32"}
+    total = index["metadata"]["total_size"]
+    assert sum(row["bytes"] for row in rows) == total
