@@ -439,6 +439,6 @@ def test_a_save_killed_at_any_moment_leaves_old_or_new(tmp_path):
         assert row["status"] == -signal.SIGKILL, (seed, row)
         assert row["found"] in (["one"], ["two"]), (seed, row)
         assert row["again"] and row["clean"], (seed, row)
-    # Some were killed before the exchange and left a folder, some after.
+    # Some were killed before the exchange, and left a folder; some after.
     assert {row["found"][0] for row in rows} == {"one", "two"}
-    assert {row["left"] for row in rows} >= {0, 1}
+    assert 1 in {row["left"] for row in rows}
