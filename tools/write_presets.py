@@ -15,8 +15,8 @@ from keras_vit22b.models import ViT22BImageConverter
 from keras_vit22b.models.abstract import abstract_build
 from keras_vit22b.models.preset_model import preset_json
 from keras_vit22b.models.size import describe_size
-from keras_vit22b.weights.preset_files import CARD_FILE
-from keras_vit22b.weights.preset_files import write_json
+from keras_vit22b.weights.preset_config import CARD_FILE
+from keras_vit22b.weights.preset_config import write_json
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "presets"
 

@@ -16,7 +16,7 @@ from keras_vit22b.layers.patch_embedding import patch_grid
 from keras_vit22b.layers.transformer_block import check_rate
 from keras_vit22b.models.preset_model import PresetModel
 from keras_vit22b.models.preset_model import preset_json
-from keras_vit22b.weights import preset_files
+from keras_vit22b.weights import preset_config
 from keras_vit22b.weights.tensor_names import backbone_tensors
 
 BLOCKS = {"parallel": ParallelBlock, "sequential": SequentialBlock}
@@ -242,7 +242,7 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
         from keras_vit22b.models.preprocessing import ViT22BImageConverter
 
         del compile
-        config = preset_files.read_backbone(folder)
+        config = preset_config.read_backbone(folder)
         if image_shape is not None:
             config["image_shape"] = tuple(image_shape)
         backbone = cls(**{**config, "dtype": dtype, **kwargs})

@@ -10,7 +10,7 @@ from keras_vit22b.models.backbone import ViT22BBackbone
 from keras_vit22b.models.preprocessing import ViT22BImageClassifierPreprocessor
 from keras_vit22b.models.preset_model import PresetModel
 from keras_vit22b.models.preset_model import preset_json
-from keras_vit22b.weights import preset_files
+from keras_vit22b.weights import preset_config
 from keras_vit22b.weights.tensor_names import classifier_tensors
 
 
@@ -174,7 +174,7 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
         num_classes=None,
         **kwargs,
     ):
-        head = preset_files.read_head(folder)
+        head = preset_config.read_head(folder)
         if num_classes is not None:
             head = {"num_classes": num_classes}
         if head is None:

@@ -7,6 +7,7 @@ import keras_hub
 import numpy as np
 
 from keras_vit22b.models.backbone import ViT22BBackbone
+from keras_vit22b.weights import preset_config
 from keras_vit22b.weights import preset_files
 
 logger = logging.getLogger(__name__)
@@ -100,14 +101,14 @@ class ViT22BImageConverter(keras_hub.layers.ImageConverter):
             converter = cls._from_folder(folder, **kwargs)
         if converter is None:
             raise ValueError(
-                f"Preset {str(handle)!r} has no {preset_files.CONVERTER_FILE}."
+                f"Preset {str(handle)!r} has no {preset_config.CONVERTER_FILE}."
             )
         return converter
 
     @classmethod
     def _from_folder(cls, folder, **kwargs):
         """Return the converter that a folder describes, or `None`."""
-        config = preset_files.read_converter(folder)
+        config = preset_config.read_converter(folder)
         if config is None:
             return None
         return cls(**{**config, **kwargs})

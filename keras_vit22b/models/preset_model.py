@@ -8,6 +8,7 @@ from keras_vit22b.models.abstract import abstract_build
 from keras_vit22b.models.abstract import initialize_missing
 from keras_vit22b.models.abstract import is_abstract
 from keras_vit22b.models.abstract import set_value
+from keras_vit22b.weights import preset_config
 from keras_vit22b.weights import preset_files
 from keras_vit22b.weights.card import make_card
 from keras_vit22b.weights.preset_folder import PresetFolder
@@ -98,7 +99,7 @@ class PresetModel:
                 return cls._from_folder(folder, compile=True, **options)
             if not abstract:
                 shards = preset_files.open_weights(folder)
-                preset_files.check_size(folder, shards)
+                preset_config.check_size(folder, shards)
             with abstract_build():
                 model = cls._from_folder(folder, compile=False, **options)
             if not abstract:
@@ -154,18 +155,18 @@ class PresetModel:
         path = pathlib.Path(preset_dir).expanduser()
         tensors = self._tensors_to_save()
         files = self._preset_json()
-        preset_files.check_json(files)
+        preset_config.check_json(files)
         with _replacing_folder(path) as folder:
             digests = write_shards(
                 folder, tensors, self._grid_size, max_shard_size
             )
             if not is_first_process():
                 return
-            files[preset_files.METADATA_FILE]["sha256"] = digests
+            files[preset_config.METADATA_FILE]["sha256"] = digests
             for name, content in files.items():
-                preset_files.write_json(folder / name, content)
-            if not (path / preset_files.CARD_FILE).exists():
-                (folder / preset_files.CARD_FILE).write_text(
+                preset_config.write_json(folder / name, content)
+            if not (path / preset_config.CARD_FILE).exists():
+                (folder / preset_config.CARD_FILE).write_text(
                     _card(path.name, files), encoding="utf-8"
                 )
 
@@ -238,11 +239,11 @@ def _replacing_folder(path):
 
 def _card(title, files):
     """Return the card of a preset with these JSON files."""
-    converter = files.get(preset_files.CONVERTER_FILE)
+    converter = files.get(preset_config.CONVERTER_FILE)
     return make_card(
         title,
-        files[preset_files.CONFIG_FILE]["config"],
-        files[preset_files.METADATA_FILE],
+        files[preset_config.CONFIG_FILE]["config"],
+        files[preset_config.METADATA_FILE],
         converter and converter["config"],
     )
 
@@ -262,16 +263,16 @@ def preset_json(backbone, converter, *, head=None):
 
     from keras_vit22b import __version__
 
-    config = preset_files.serialize(backbone)
+    config = preset_config.serialize(backbone)
     if head is not None:
-        config[preset_files.HEAD] = head
+        config[preset_config.HEAD] = head
     files = {}
     if converter is not None:
-        files[preset_files.CONVERTER_FILE] = preset_files.serialize(converter)
-        files[preset_files.PREPROCESSOR_FILE] = preset_files.serialize(
+        files[preset_config.CONVERTER_FILE] = preset_config.serialize(converter)
+        files[preset_config.PREPROCESSOR_FILE] = preset_config.serialize(
             converter.make_preprocessor()
         )
-    files[preset_files.METADATA_FILE] = {
+    files[preset_config.METADATA_FILE] = {
         "keras_version": keras.version(),
         "keras_hub_version": keras_hub.__version__,
         "keras_vit22b_version": __version__,
@@ -280,5 +281,5 @@ def preset_json(backbone, converter, *, head=None):
         "tasks": ["ImageClassifier"],
     }
     # Last: a folder is a preset once it has a config.
-    files[preset_files.CONFIG_FILE] = config
+    files[preset_config.CONFIG_FILE] = config
     return files

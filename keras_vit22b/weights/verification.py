@@ -4,6 +4,7 @@ import hashlib
 import math
 import pathlib
 
+from keras_vit22b.weights import preset_config
 from keras_vit22b.weights import preset_files
 from keras_vit22b.weights.preset_folder import PresetFolder
 
@@ -29,14 +30,17 @@ def verify_folder(path):
     """
     faults, tensors, sizes = [], {}, {}
     with PresetFolder(pathlib.Path(path)) as folder:
-        for check in (preset_files.read_backbone, preset_files.read_converter):
+        for check in (
+            preset_config.read_backbone,
+            preset_config.read_converter,
+        ):
             try:
                 check(folder)
             except ValueError as error:
                 faults.append(str(error))
         try:
             shards = preset_files.open_weights(folder)
-            preset_files.check_size(folder, shards)
+            preset_config.check_size(folder, shards)
             tensors = shards.specs
             faults += _wrong_hashes(folder, set(shards.files.values()), sizes)
         except ValueError as error:
@@ -83,9 +87,9 @@ def list_tensors(folder):
 def _wrong_hashes(folder, names, sizes):
     """Return faults; fill `sizes` with the bytes of each file."""
     faults = []
-    expected = folder.read_json(preset_files.METADATA_FILE).get("sha256")
+    expected = folder.read_json(preset_config.METADATA_FILE).get("sha256")
     if not isinstance(expected, dict):
-        faults.append(f"{preset_files.METADATA_FILE} has no sha256 of files")
+        faults.append(f"{preset_config.METADATA_FILE} has no sha256 of files")
         expected = {}
     for name in sorted(names | expected.keys()):
         digest, sizes[name] = hashlib.sha256(), 0

@@ -14,7 +14,7 @@ from keras_vit22b import ViT22BImageClassifier
 from keras_vit22b import ViT22BImageConverter
 from keras_vit22b import from_preset
 from keras_vit22b.layers import resize_position_embedding
-from keras_vit22b.weights import preset_files
+from keras_vit22b.weights import preset_config
 
 FILES = {
     "README.md",
@@ -257,7 +257,7 @@ def test_an_unknown_option_is_refused(folder, model):
 def test_a_failing_save_leaves_what_was_there(
     backbone, folder, tmp_path, monkeypatch, exists
 ):
-    write_json = preset_files.write_json
+    write_json = preset_config.write_json
     target = folder if exists else tmp_path / "preset"
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
 
@@ -266,7 +266,7 @@ def test_a_failing_save_leaves_what_was_there(
             raise OSError("No space left on device")
         write_json(path, value)
 
-    monkeypatch.setattr(preset_files, "write_json", fail_at_metadata)
+    monkeypatch.setattr(preset_config, "write_json", fail_at_metadata)
     with pytest.raises(OSError, match="No space left"):
         backbone.save_to_preset(target)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before

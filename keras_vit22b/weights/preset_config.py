@@ -1,0 +1,273 @@
+"""The JSON of a preset: data, read into known fields of known types.
+
+Nothing in it names code to run.
+"""
+
+import json
+import math
+
+import keras
+
+from keras_vit22b.layers.patch_embedding import as_pair
+
+CONFIG_FILE = "config.json"
+CONVERTER_FILE = "image_converter.json"
+PREPROCESSOR_FILE = "preprocessor.json"
+METADATA_FILE = "metadata.json"
+CARD_FILE = "README.md"
+
+# Key of config.json, beside keras-hub's own, for a classifier's head.
+HEAD = "head"
+PACKAGE = "keras_vit22b"
+
+
+def write_json(path, value):
+    """Write a JSON object to a file."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def serialize(instance):
+    """Return keras-hub's JSON form of a model or preprocessing layer."""
+    config = keras.saving.serialize_keras_object(instance)
+    return _without(config, ("build_config", "compile_config"))
+
+
+def _without(value, keys):
+    if isinstance(value, dict):
+        return {k: _without(v, keys) for k, v in value.items() if k not in keys}
+    return value
+
+
+def _is_int(low, high):
+    return lambda v: type(v) is int and low <= v <= high
+
+
+def _is_rate(v):
+    return _is_number(v) and 0 <= v < 1
+
+
+def _is_number(v):
+    return type(v) in (int, float) and abs(v) < math.inf
+
+
+def _is_list_of(check, *lengths):
+    return lambda v: (
+        isinstance(v, list) and len(v) in lengths and all(map(check, v))
+    )
+
+
+def _is_one_of(*values):
+    return lambda v: any(type(v) is type(w) and v == w for w in values)
+
+
+def _is_bool(v):
+    return isinstance(v, bool)
+
+
+def _is_string(v):
+    return isinstance(v, str) and len(v) <= 200
+
+
+def _or(*checks):
+    return lambda v: any(check(v) for check in checks)
+
+
+def _is_none(v):
+    return v is None
+
+
+_PATCH = _is_int(1, 1024)
+_COLORS = _or(_is_none, _is_number, _is_list_of(_is_number, 1, 3))
+
+BACKBONE_FIELDS = {
+    "image_shape": _is_list_of(_is_int(1, 65536), 3),
+    "patch_size": _or(_PATCH, _is_list_of(_PATCH, 2)),
+    "num_layers": _is_int(1, 1024),
+    "num_heads": _is_int(1, 1024),
+    "hidden_dim": _is_int(1, 131072),
+    "mlp_dim": _is_int(1, 1048576),
+    "pooling": _is_string,
+    "norm": _is_string,
+    "qk_norm": _or(_is_none, _is_string),
+    "block": _is_string,
+    "activation": _is_string,
+    "use_qkv_bias": _is_bool,
+    "epsilon": _is_rate,
+    "num_registers": _is_int(0, 1024),
+    "layer_scale": _or(_is_none, _is_number),
+    "pre_norm": _is_bool,
+    "final_norm": _is_string,
+    "dropout_rate": _is_rate,
+    "drop_path_rate": _is_rate,
+    "remat": _is_bool,
+    "name": _is_string,
+    "trainable": _is_bool,
+}
+BACKBONE_REQUIRED = (
+    "image_shape",
+    "patch_size",
+    "num_layers",
+    "num_heads",
+    "hidden_dim",
+    "mlp_dim",
+)
+HEAD_FIELDS = {
+    "num_classes": _is_int(1, 10_000_000),
+    "activation": _is_one_of(None, "linear", "sigmoid", "softmax"),
+    "dropout": _is_rate,
+    "class_names": _or(
+        _is_none, lambda v: isinstance(v, list) and all(map(_is_string, v))
+    ),
+}
+CONVERTER_FIELDS = {
+    "image_size": _or(_is_none, _is_list_of(_is_int(1, 65536), 2)),
+    "channels": _is_one_of(1, 3),
+    "convert_channels": _is_bool,
+    "scale": _COLORS,
+    "offset": _COLORS,
+    "crop_to_aspect_ratio": _is_bool,
+    "pad_to_aspect_ratio": _is_bool,
+    "interpolation": _is_one_of(
+        "nearest", "bilinear", "bicubic", "lanczos3", "lanczos5"
+    ),
+    "antialias": _is_bool,
+    "name": _is_string,
+    "trainable": _is_bool,
+}
+# Written by Keras and keras-hub, and not ours to set.
+_IGNORED = ("dtype", "bounding_box_format")
+
+
+def read_fields(
+    folder,
+    name,
+    section,
+    fields,
+    *,
+    class_name=None,
+    required=(),
+    optional=False,
+):
+    """Read one section of a preset's JSON into known fields.
+
+    Args:
+        folder: an open `PresetFolder`.
+        name: string. Of the JSON file.
+        section: string. Key of the section, such as `"config"`.
+        fields: dict from field name to a check of its value.
+        class_name: string. The registered class the file must name. Defaults
+            to `None`: any.
+        required: names of fields that must be there. Defaults to none.
+        optional: bool. Whether the section may be absent. Defaults to `False`.
+
+    Returns:
+        A dict of the fields, or `None` if an optional section is absent.
+
+    Raises:
+        ValueError: if a field is unknown or missing, or its value out of
+            bounds.
+    """
+    content, path = folder.read_json(name), folder.path / name
+    registered = content.get("registered_name")
+    if class_name is not None and registered != f"{PACKAGE}>{class_name}":
+        raise ValueError(
+            f"{path} describes {registered!r}, expected "
+            f"'{PACKAGE}>{class_name}'."
+        )
+    values = content.get(section)
+    if values is None and optional:
+        return None
+    return _check_fields(path, section, values, fields, required)
+
+
+def check_json(files):
+    """Raise unless a preset's JSON can be written, and read back.
+
+    Args:
+        files: dict from file name to content, as `preset_json` makes it.
+    """
+    for name, content in files.items():
+        try:
+            files[name] = json.loads(json.dumps(content, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} cannot be written: {error}.") from None
+    config = files[CONFIG_FILE]
+    _check_fields(CONFIG_FILE, "config", config["config"], BACKBONE_FIELDS)
+    if HEAD in config:
+        _check_fields(CONFIG_FILE, HEAD, config[HEAD], HEAD_FIELDS)
+    if CONVERTER_FILE in files:
+        converter = files[CONVERTER_FILE]["config"]
+        _check_fields(CONVERTER_FILE, "config", converter, CONVERTER_FIELDS)
+
+
+def _check_fields(path, section, values, fields, required=()):
+    """Return the known fields of a section, or raise naming all faults."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: {section!r} must be an object.")
+    values = {k: v for k, v in values.items() if k not in _IGNORED}
+    faults = [
+        f"unknown field {k!r}" if k not in fields else f"{k} = {v!r}"
+        for k, v in values.items()
+        if k not in fields or not fields[k](v)
+    ] + [f"missing field {k!r}" for k in required if k not in values]
+    if faults:
+        raise ValueError(f"{path} is not valid: {', '.join(faults)}.")
+    return values
+
+
+def read_backbone(folder):
+    """Return the arguments of `ViT22BBackbone` that a preset states."""
+    return read_fields(
+        folder,
+        CONFIG_FILE,
+        "config",
+        BACKBONE_FIELDS,
+        class_name="ViT22BBackbone",
+        required=BACKBONE_REQUIRED,
+    )
+
+
+def read_head(folder):
+    """Return a classifier's settings that a preset states, or `None`."""
+    return read_fields(
+        folder,
+        CONFIG_FILE,
+        HEAD,
+        HEAD_FIELDS,
+        required=("num_classes",),
+        optional=True,
+    )
+
+
+def read_converter(folder):
+    """Return the arguments of `ViT22BImageConverter`, or `None`."""
+    if not folder.has(CONVERTER_FILE):
+        return None
+    return read_fields(
+        folder,
+        CONVERTER_FILE,
+        "config",
+        CONVERTER_FIELDS,
+        class_name="ViT22BImageConverter",
+    )
+
+
+def check_size(folder, shards):
+    """Raise if the config describes more than the weights hold.
+
+    A hostile config would otherwise make the model, and the memory it takes,
+    as large as it likes.
+    """
+    config = read_backbone(folder)
+    width, mlp = config["hidden_dim"], config["mlp_dim"]
+    grid = zip(config["image_shape"], as_pair(config["patch_size"]))
+    positions = math.prod(size // patch for size, patch in grid)
+    described = config["num_layers"] * (4 * width**2 + 2 * width * mlp)
+    described += positions * width
+    stored = sum(math.prod(spec.shape) for spec in shards.specs.values())
+    if described > stored:
+        raise ValueError(
+            f"{folder.path / CONFIG_FILE} describes at least {described:,} "
+            f"numbers, but the weights hold {stored:,}."
+        )
