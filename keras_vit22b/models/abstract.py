@@ -49,7 +49,7 @@ def set_value(variable, stored):
     sharding = _sharding(variable)
     if sharding is None:
         # In one expression, so that a copy frees what it is made from.
-        value = keras.ops.convert_to_tensor(stored.read(), dtype=variable.dtype)
+        value = _as_tensor(stored.read())
     else:
         from keras_vit22b.weights.jax_arrays import sharded_array
 
@@ -59,6 +59,36 @@ def set_value(variable, stored):
         return
     variable._initialize(value)
     variable._initializer = None
+
+
+def quantize_abstract(model, is_int8):
+    """Make chosen dense layers int8, as `quantize("int8")` does, unvalued.
+
+    Args:
+        model: a built model, within `abstract_build`.
+        is_int8: function from a kernel, a `keras.Variable`, to whether it is
+            int8.
+    """
+    for layer in model._flatten_layers():
+        kernel = getattr(layer, "_kernel", None)
+        if kernel is None or not is_int8(kernel):
+            continue
+        policy = keras.dtype_policies.get(
+            f"int8_from_{layer.dtype_policy.name}"
+        )
+        layer._tracker.unlock()
+        del layer._kernel
+        layer.quantized_build(kernel.shape, "int8")
+        layer._tracker.lock()
+        layer.dtype_policy = policy
+
+
+def _as_tensor(array):
+    if keras.config.backend() != "tensorflow":
+        return keras.ops.convert_to_tensor(array, dtype=array.dtype.name)
+    from keras_vit22b.weights.tensorflow_tensors import as_tensor
+
+    return as_tensor(array)
 
 
 def _sharding(variable):

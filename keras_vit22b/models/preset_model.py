@@ -7,6 +7,7 @@ import keras
 from keras_vit22b.models.abstract import abstract_build
 from keras_vit22b.models.abstract import initialize_missing
 from keras_vit22b.models.abstract import is_abstract
+from keras_vit22b.models.abstract import quantize_abstract
 from keras_vit22b.models.abstract import set_value
 from keras_vit22b.weights import preset_config
 from keras_vit22b.weights import preset_files
@@ -22,6 +23,7 @@ from keras_vit22b.weights.shards import write_one_file
 from keras_vit22b.weights.shards import write_shards
 from keras_vit22b.weights.tensor_loading import stored_tensors
 from keras_vit22b.weights.tensor_names import is_head
+from keras_vit22b.weights.tensor_names import is_lora
 
 
 class PresetModel:
@@ -102,8 +104,10 @@ class PresetModel:
                 preset_config.check_size(folder, shards)
             with abstract_build():
                 model = cls._from_folder(folder, compile=False, **options)
-            if not abstract:
                 new_head = kwargs.get("num_classes") is not None
+                if not abstract:
+                    model._quantize_as(shards, new_head=new_head)
+            if not abstract:
                 model._load_tensors(shards, new_head=new_head)
                 initialize_missing(model)
                 model._note_abstract()
@@ -154,6 +158,11 @@ class PresetModel:
         """
         path = pathlib.Path(preset_dir).expanduser()
         tensors = self._tensors_to_save()
+        if any(map(is_lora, tensors)):
+            raise ValueError(
+                "A preset holds no LoRA weights. save_weights keeps them, in a "
+                "file whose name ends in .safetensors."
+            )
         files = self._preset_json()
         preset_config.check_json(files)
         with _replacing_folder(path) as folder:
@@ -207,12 +216,24 @@ class PresetModel:
         self.check_has_weights()
         return self.tensors()
 
-    def _load_tensors(self, shards, *, new_head=False):
-        variables = {
+    def _quantize_as(self, shards, *, new_head):
+        """Make int8 what is stored as int8; the model must be abstract."""
+        int8 = {
+            id(variable)
+            for name, variable in self._tensors_to_load(new_head).items()
+            if f"{name}_scale" in shards.specs
+        }
+        quantize_abstract(self, lambda kernel: id(kernel) in int8)
+
+    def _tensors_to_load(self, new_head):
+        return {
             name: variable
             for name, variable in self.tensors().items()
             if not (new_head and is_head(name))
         }
+
+    def _load_tensors(self, shards, *, new_head=False):
+        variables = self._tensors_to_load(new_head)
         for variable, stored in stored_tensors(
             shards, variables, self._grid_size
         ):

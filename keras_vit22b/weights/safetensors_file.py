@@ -33,11 +33,12 @@ DTYPES = {
 }
 DTYPES = {code: np.dtype(kind) for code, kind in DTYPES.items()}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-# The Hub reads no larger header.
-MAX_HEADER_BYTES = 25_000_000
 # What XLA and Eigen ask of a buffer that they use without copying it.
 ALIGNMENT = 64
+# The Hub reads no larger header.
+MAX_HEADER_BYTES = 25_000_000
 CHUNK = 64 * 1024 * 1024
+SYNC_EVERY = 128 * 1024 * 1024
 
 
 class TensorSpec(typing.NamedTuple):
@@ -139,8 +140,11 @@ def write_safetensors(file, tensors, metadata):
     header, specs = plan_file([t[:3] for t in tensors], metadata)
     digest = hashlib.sha256(header)
     file.write(header)
-    # Hashing takes as long as writing, and lets other threads run.
-    with concurrent.futures.ThreadPoolExecutor(1) as hasher:
+    # Hashing takes longer than writing, and lets other threads run; so does
+    # the wait for the disk.
+    threads = concurrent.futures.ThreadPoolExecutor
+    with threads(1) as hasher, threads(1) as syncer:
+        syncing, unsynced = None, 0
         for name, spec in specs.items():
             array = np.ascontiguousarray(reads[name]())
             if array.dtype != spec.dtype or array.size != math.prod(spec.shape):
@@ -151,6 +155,9 @@ def write_safetensors(file, tensors, metadata):
             view = memoryview(array.reshape(-1).view(np.uint8))
             hashing = hasher.submit(digest.update, view)
             file.write(view)
+            unsynced += view.nbytes
+            if unsynced > SYNC_EVERY and (syncing is None or syncing.done()):
+                syncing, unsynced = syncer.submit(os.fsync, file.fileno()), 0
             hashing.result()
             del view, array, hashing
     return digest.hexdigest()

@@ -134,10 +134,18 @@ def _announce(name, variable):
         raise ValueError(f"{name} is {dtype}, which safetensors cannot hold.")
 
     def read():
-        array = keras.ops.convert_to_numpy(variable.value)
-        return array.astype(dtype, copy=False)
+        return _as_array(variable).astype(dtype, copy=False)
 
     return name, dtype, tuple(variable.shape), read
+
+
+def _as_array(variable):
+    """Return a variable's value; shared with it where the backend can."""
+    # NumPy takes no bfloat16 from torch, and no scalar one from TensorFlow.
+    if keras.config.backend() == "torch" or len(variable.shape) == 0:
+        return keras.ops.convert_to_numpy(variable.value)
+    # On TensorFlow this is a tensor that shares the variable's memory.
+    return np.asarray(keras.ops.stop_gradient(variable.value))
 
 
 class Shards:

@@ -5,11 +5,24 @@ docs/architecture.md lists them with their shapes.
 """
 
 POSITION_EMBEDDING = "position_embedding"
+# What a dense layer's weights are called here, and by Keras.
+_DENSE = {
+    "kernel": "kernel",
+    "kernel_scale": "kernel_scale",
+    "bias": "bias",
+    "lora_a": "lora_kernel_a",
+    "lora_b": "lora_kernel_b",
+}
 
 
 def is_head(name):
     """Return whether a tensor belongs to a classifier's head."""
     return name.startswith("head.")
+
+
+def is_lora(name):
+    """Return whether a tensor belongs to a low-rank adaptation."""
+    return name.endswith((".lora_a", ".lora_b"))
 
 
 def backbone_tensors(backbone):
@@ -22,7 +35,7 @@ def backbone_tensors(backbone):
         A dict from name to variable, in the order of the forward pass.
 
     Raises:
-        RuntimeError: if a weight has no name, which would lose it.
+        ValueError: if a weight has no name, which would lose it.
     """
     tensors = {}
     embedding = backbone.patch_embedding
@@ -54,8 +67,7 @@ def backbone_tensors(backbone):
 def classifier_tensors(classifier):
     """Map tensor names to the variables of a `ViT22BImageClassifier`."""
     tensors = backbone_tensors(classifier.backbone)
-    tensors["head.kernel"] = classifier.head.kernel
-    tensors["head.bias"] = classifier.head.bias
+    tensors.update(_dense("head", classifier.head))
     _check_complete(classifier, tensors)
     return tensors
 
@@ -64,8 +76,9 @@ def _check_complete(model, tensors):
     named = {id(v) for v in tensors.values()}
     lost = [w.path for w in model.weights if id(w) not in named]
     if lost:
-        raise RuntimeError(
-            f"{len(lost)} weights have no tensor name: {', '.join(lost)}."
+        raise ValueError(
+            f"{len(lost)} weights have no tensor name, so they would be lost: "
+            f"{', '.join(lost[:5])}. Of Keras' quantizations, int8 has names."
         )
 
 
@@ -77,10 +90,13 @@ def _norm(name, layer):
 
 
 def _dense(name, layer):
-    tensors = {f"{name}.kernel": layer.kernel}
-    if layer.bias is not None:
-        tensors[f"{name}.bias"] = layer.bias
-    return tensors
+    """Name what a dense layer has, with int8 scales and LoRA if it has any."""
+    variables = {v.name: v for v in layer.weights}
+    return {
+        f"{name}.{own}": variables[keras_name]
+        for own, keras_name in _DENSE.items()
+        if keras_name in variables
+    }
 
 
 def _query_and_key_norms(attention):

@@ -315,3 +315,42 @@ def test_a_private_folder_stays_private(make_backbone, tmp_path):
     folder.mkdir(mode=0o700)
     make_backbone().save_to_preset(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`")
+def test_an_int8_model_comes_back_bit_for_bit(
+    make_backbone, images, tmp_path, dtype
+):
+    classifier = ViT22BImageClassifier(
+        make_backbone(random=True, dtype=dtype), num_classes=3
+    )
+    classifier.quantize("int8")
+    classifier.save_to_preset(tmp_path / "int8", max_shard_size=2000)
+    loaded = ViT22BImageClassifier.from_preset(tmp_path / "int8", dtype=dtype)
+    assert loaded.backbone.blocks[0].in_projection.quantization_mode == "int8"
+    assert loaded.backbone.count_params() == classifier.backbone.count_params()
+    for name, variable in classifier.tensors().items():
+        other = loaded.tensors()[name]
+        assert other.dtype == variable.dtype, name
+        np.testing.assert_array_equal(
+            keras.ops.convert_to_numpy(other.value),
+            keras.ops.convert_to_numpy(variable.value),
+        )
+    np.testing.assert_array_equal(
+        loaded.predict(images, verbose=0), classifier.predict(images, verbose=0)
+    )
+    fresh = ViT22BImageClassifier.from_preset(
+        tmp_path / "int8", num_classes=5, dtype=dtype
+    )
+    # A new head is to be trained, which int8 cannot be.
+    assert fresh.head.quantization_mode is None
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`")
+def test_floats_are_not_loaded_into_int8(make_backbone, tmp_path):
+    make_backbone().save_weights(tmp_path / "float.safetensors")
+    backbone = make_backbone()
+    backbone.quantize("int8")
+    with pytest.raises(ValueError, match="missing: .*kernel_scale"):
+        backbone.load_weights(tmp_path / "float.safetensors")

@@ -1,5 +1,7 @@
 """The names and shapes on disk are the format: they are spelled out here."""
 
+import keras
+import numpy as np
 import pytest
 
 from keras_vit22b import ViT22BImageClassifier
@@ -158,8 +160,44 @@ def test_names_do_not_depend_on_the_models_name(make_backbone):
     assert list(one.tensors()) == list(other.tensors())
 
 
-def test_a_weight_without_a_name_is_an_error(make_backbone):
+def test_a_weight_without_a_name_is_refused(make_backbone):
     backbone = make_backbone()
-    backbone.blocks[0].in_projection.enable_lora(2)
-    with pytest.raises(RuntimeError, match="weights have no .*lora_kernel"):
+    backbone.quantize("float8")
+    with pytest.raises(ValueError, match="no tensor name.*amax_history"):
         backbone.tensors()
+
+
+def test_int8_kernels_have_scales(make_backbone):
+    backbone = make_backbone()
+    float_names = set(backbone.tensors())
+    backbone.quantize("int8")
+    tensors = backbone.tensors()
+    scales = {n for n in tensors if n.endswith("kernel_scale")}
+    assert set(tensors) - scales == float_names
+    assert {n.removesuffix("_scale") for n in scales} == {
+        n for n in float_names if n.endswith("kernel") and "patch" not in n
+    }
+    kernel = tensors["blocks.0.in_projection.kernel"]
+    assert kernel.dtype == "int8"
+    scale = tensors["blocks.0.in_projection.kernel_scale"]
+    assert scale.shape == (1, 1, 2, 3 * 4 + 8)
+
+
+def test_lora_has_names_and_a_file_but_no_preset(make_backbone, tmp_path):
+    saved, loaded = make_backbone(), make_backbone()
+    for backbone in (saved, loaded):
+        backbone.blocks[0].in_projection.enable_lora(2)
+    names = [n for n in saved.tensors() if "lora" in n]
+    assert names == [
+        "blocks.0.in_projection.lora_a",
+        "blocks.0.in_projection.lora_b",
+    ]
+    value = np.ones(saved.tensors()[names[0]].shape)
+    saved.tensors()[names[0]].assign(value)
+    saved.save_weights(tmp_path / "tuned.safetensors")
+    loaded.load_weights(tmp_path / "tuned.safetensors")
+    array = keras.ops.convert_to_numpy(loaded.tensors()[names[0]].value)
+    np.testing.assert_array_equal(array, value)
+    with pytest.raises(ValueError, match="no LoRA"):
+        saved.save_to_preset(tmp_path / "preset")
+    assert not (tmp_path / "preset").exists()
