@@ -130,6 +130,7 @@ def pull(
     with _quiet_import():
         from keras_vit22b.weights.hub import open_hub_preset
     with open_hub_preset(handle, revision=revision) as folder:
+        folder.fetch_all()
         result = {"source": folder.source, "folder": str(folder.path)}
     typer.echo(json.dumps(result) if as_json else "\n".join(result.values()))
 

@@ -97,7 +97,7 @@ class ViT22BImageConverter(keras_hub.layers.ImageConverter):
         Raises:
             ValueError: if the preset is unknown or has no converter.
         """
-        with preset_files.open_preset(handle, load_weights=False) as folder:
+        with preset_files.open_preset(handle) as folder:
             converter = cls._from_folder(folder, **kwargs)
         if converter is None:
             raise ValueError(

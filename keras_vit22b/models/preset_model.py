@@ -91,7 +91,6 @@ class PresetModel:
         random = not (load_weights or abstract)
         with preset_files.open_preset(
             handle,
-            load_weights=load_weights and not abstract,
             revision=revision,
             token=token,
             cache_dir=cache_dir,

@@ -8,6 +8,7 @@ compares only sizes.
 import concurrent.futures
 import contextlib
 import hashlib
+import io
 import json
 import logging
 import pathlib
@@ -17,6 +18,7 @@ import time
 
 from keras_vit22b.weights.preset_folder import PresetFolder
 from keras_vit22b.weights.preset_folder import replacing_file
+from keras_vit22b.weights.safetensors_file import MAX_HEADER_BYTES
 from keras_vit22b.weights.shards import WEIGHTS_FILE
 from keras_vit22b.weights.shards import read_index
 
@@ -31,6 +33,8 @@ LONGEST_WAIT = 8.0
 # Seconds for an answer, the client's own attempts included.
 TIMEOUT = 60.0
 CHUNK = 16 * 1024 * 1024
+# Bytes to ask for before the length of a header is known.
+USUAL_HEADER = 64 * 1024
 
 
 def is_hub_handle(handle):
@@ -118,24 +122,79 @@ class HubPreset:
         """Names of the files that a preset may have."""
         return list(self._hashes)
 
+    def has_fetched(self, name):
+        """Return whether a file is in the cache."""
+        return (self.snapshot / name).exists()
+
     def fetch(self, names):
-        """Bring files into the cache, checked, and return their folder.
+        """Bring files into the cache, checked.
 
         Args:
             names: list of string.
-
-        Returns:
-            `(folder, blobs)`: the snapshot's path, and those of the folders
-            its links lead to.
         """
         for name in names:
             if name not in self._hashes:
                 raise ValueError(f"{self} has no file {name!r}.")
             path = self._download(name)
             self._verify(name, path)
-        snapshot = self._folder / "snapshots" / self.commit
+
+    def read_header(self, name):
+        """Return the header of a safetensors file, and the file's bytes.
+
+        Nothing else of the file is fetched; its hash is not checked.
+        """
+        if name not in self._hashes:
+            raise FileNotFoundError(name)
+        size = self._hashes[name][1]
+        head = self._read_start(name, min(size, USUAL_HEADER))
+        length = 8 + int.from_bytes(head[:8], "little")
+        if len(head) < length <= min(size, MAX_HEADER_BYTES):
+            head = self._read_start(name, length)
+        return head, size
+
+    def _read_start(self, name, count):
+        """Return the first bytes of a file."""
+        from huggingface_hub import constants
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers
+        from huggingface_hub.utils import get_session
+        from huggingface_hub.utils import hf_raise_for_status
+
+        headers = build_hf_headers(
+            token=self._token, library_name="keras_vit22b"
+        )
+        headers |= {"Range": f"bytes=0-{count - 1}"}
+        headers |= {"Accept-Encoding": "identity"}
+
+        def request():
+            with get_session().stream(
+                "GET",
+                hf_hub_url(self.repository, name, revision=self.commit),
+                headers=headers,
+                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+                follow_redirects=True,
+            ) as response:
+                hf_raise_for_status(response)
+                start = b""
+                # The whole file comes where ranges are not understood.
+                for chunk in response.iter_raw():
+                    start += chunk
+                    if len(start) >= count:
+                        break
+                return start[:count]
+
+        return self._call(f"read the header of {name} of", request)
+
+    @property
+    def snapshot(self):
+        """Path of the folder that `fetch` fills."""
+        return self._folder / "snapshots" / self.commit
+
+    @property
+    def blobs(self):
+        """Paths of the folders that links of `snapshot` lead to."""
         # What comes through Xet is shared by all repositories of the cache.
-        return snapshot, (self._folder / "blobs", self._cache / "blobs")
+        return self._folder / "blobs", self._cache / "blobs"
 
     @property
     def _folder(self):
@@ -343,29 +402,51 @@ def _hash_of(path, *, sha256):
     return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def open_hub_preset(handle, *, load_weights=True, **options):
-    """Yield an open `PresetFolder` of a preset of the Hub.
+class HubFolder(PresetFolder):
+    """The folder of a preset of the Hub, whose files come when asked for.
+
+    Args:
+        preset: a `HubPreset`.
+    """
+
+    def __init__(self, preset):
+        self._preset = preset
+        preset.fetch([n for n in preset.names if not _is_weights(n)])
+        super().__init__(
+            preset.snapshot, blobs=preset.blobs, source=preset.source
+        )
+
+    def has(self, name):
+        return name in self._preset.names
+
+    def open(self, name):
+        if not self.has(name):
+            raise FileNotFoundError(name)
+        self._preset.fetch([name])
+        return super().open(name)
+
+    def open_header(self, name):
+        if self._preset.has_fetched(name):
+            return super().open_header(name)
+        header, size = self._preset.read_header(name)
+        return io.BytesIO(header), size
+
+    def fetch_all(self):
+        """Bring the files of weights into the cache too, checked."""
+        index = read_index(self)
+        names = {WEIGHTS_FILE} if index is None else index.weight_map.values()
+        self._preset.fetch(sorted(set(names).intersection(self._preset.names)))
+
+
+def _is_weights(name):
+    return name.endswith(".safetensors")
+
+
+def open_hub_preset(handle, **options):
+    """Return an open `HubFolder`.
 
     Args:
         handle: string. `hf://org/name[@revision]`.
-        load_weights: bool. Whether its weights are wanted. Defaults to `True`.
         **options: of `HubPreset`.
     """
-    preset = HubPreset(handle, **options)
-    names = [n for n in preset.names if n.endswith((".json", ".md"))]
-    if load_weights:
-        names += _weight_files(preset, names)
-    path, blobs = preset.fetch(names)
-    with PresetFolder(path, blobs=blobs, source=preset.source) as folder:
-        yield folder
-
-
-def _weight_files(preset, names):
-    """Return the names of the files that the index names."""
-    path, blobs = preset.fetch(names)
-    with PresetFolder(path, blobs=blobs) as folder:
-        index = read_index(folder)
-    if index is None:
-        return [WEIGHTS_FILE] if WEIGHTS_FILE in preset.names else []
-    return sorted(set(index.weight_map.values()))
+    return HubFolder(HubPreset(handle, **options))

@@ -1,6 +1,5 @@
 """Presets by handle: where they are, and whether they have weights."""
 
-import contextlib
 import difflib
 import pathlib
 
@@ -46,14 +45,12 @@ def builtin_presets():
     )
 
 
-@contextlib.contextmanager
-def open_preset(handle, *, load_weights=True, **hub_options):
-    """Yield the open `PresetFolder` that a handle names.
+def open_preset(handle, **hub_options):
+    """Return the open `PresetFolder` that a handle names.
 
     Args:
         handle: string or path. The name of a built-in preset, a folder, or
             `hf://org/name[@revision]`.
-        load_weights: bool. Whether its weights are wanted. Defaults to `True`.
         **hub_options: `revision`, `token`, `cache_dir`, `local_files_only`,
             for the Hub alone.
 
@@ -61,11 +58,7 @@ def open_preset(handle, *, load_weights=True, **hub_options):
         ValueError: if it is none of these; near names are offered.
     """
     if is_hub_handle(handle):
-        with open_hub_preset(
-            handle, load_weights=load_weights, **hub_options
-        ) as folder:
-            yield folder
-        return
+        return open_hub_preset(handle, **hub_options)
     used = [k for k, v in hub_options.items() if v not in (None, False)]
     if used:
         raise ValueError(
@@ -75,8 +68,7 @@ def open_preset(handle, *, load_weights=True, **hub_options):
     path = _find_folder(handle)
     # A built-in preset is its name, wherever the package lies.
     source = path.name if path.parent == builtin_folder() else str(path)
-    with PresetFolder(path, source=source) as folder:
-        yield folder
+    return PresetFolder(path, source=source)
 
 
 def _find_folder(handle):
@@ -125,7 +117,7 @@ def open_weights(folder):
             )
         )
     raise ValueError(
-        f"Folder {str(folder.path)!r} has neither {WEIGHTS_FILE} nor "
+        f"Preset {folder.source!r} has neither {WEIGHTS_FILE} nor "
         f"{INDEX_FILE}. Pass load_weights=False for random weights."
     )
 

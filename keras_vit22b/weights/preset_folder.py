@@ -117,6 +117,15 @@ class PresetFolder:
                 )
         return file
 
+    def open_header(self, name):
+        """Open a safetensors file for a look at its header.
+
+        Returns:
+            A binary file object, and the bytes of the whole file if the object
+            holds only part of it, or else `None`.
+        """
+        return self.open(name), None
+
     def _was_replaced(self):
         """Return whether the path is by now that of another folder."""
         if self._fd is None:

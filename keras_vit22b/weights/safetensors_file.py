@@ -63,6 +63,8 @@ class SafetensorsFile:
     Args:
         file: binary file object, which this closes.
         name: string. For messages.
+        size: int. Bytes of the whole file, where the object holds its header
+            alone. Defaults to `None`: the object's own.
 
     Attributes:
         specs: dict from tensor name to `TensorSpec`.
@@ -72,11 +74,13 @@ class SafetensorsFile:
         ValueError: if the file breaks the format.
     """
 
-    def __init__(self, file, name):
+    def __init__(self, file, name, size=None):
         self._file = file
         self.name = name
+        if size is None:
+            size = os.fstat(file.fileno()).st_size
         try:
-            self.specs, self.metadata = _read_header(file)
+            self.specs, self.metadata = _read_header(file, size)
         except ValueError as error:
             file.close()
             raise ValueError(f"{name} is not safetensors: {error}") from None
@@ -196,9 +200,8 @@ def plan_file(tensors, metadata):
     }
 
 
-def _read_header(file):
+def _read_header(file, size):
     """Return `{tensor: TensorSpec}` and the metadata of a file."""
-    size = os.fstat(file.fileno()).st_size
     if size < 8:
         raise ValueError(f"it has {size} bytes, too few for a header.")
     length = int.from_bytes(file.read(8), "little")

@@ -1,5 +1,6 @@
 """A model's tensors in one or several safetensors files, and their index."""
 
+import contextlib
 import json
 import math
 import re
@@ -157,7 +158,7 @@ class Shards:
             folder's index. Defaults to `None`.
 
     Attributes:
-        path: path of the folder or the one file.
+        path: string. The folder's source, or the one file's path.
         specs: dict from tensor name to `TensorSpec`.
         files: dict from tensor name to file name.
 
@@ -168,7 +169,7 @@ class Shards:
 
     def __init__(self, folder, *, only=None):
         self._folder = folder
-        self.path = folder.path / only if only else folder.path
+        self.path = self._name_of(only) if only else folder.source
         self.files, self.specs, self._grids = {}, {}, set()
         index = None if only else read_index(folder)
         if index is None:
@@ -193,7 +194,8 @@ class Shards:
             )
 
     def _add(self, name, faults):
-        with self._open(name) as file:
+        file, size = self._folder.open_header(name)
+        with SafetensorsFile(file, self._name_of(name), size) as file:
             for tensor, spec in file.specs.items():
                 if tensor in self.files:
                     faults.append(
@@ -202,10 +204,8 @@ class Shards:
                 self.files[tensor], self.specs[tensor] = name, spec
             self._grids.add(file.metadata.get("grid_size"))
 
-    def _open(self, name):
-        return SafetensorsFile(
-            self._folder.open(name), str(self._folder.path / name)
-        )
+    def _name_of(self, file):
+        return f"{self._folder.source}/{file}"
 
     def grid_size(self, default):
         """Return `(rows, columns)` of the position table, or `None`.
@@ -228,13 +228,26 @@ class Shards:
         return (side, side) if side > 0 and side * side == tokens else None
 
     def by_file(self, names):
-        """Yield `(open SafetensorsFile, names)`, one file open at a time."""
+        """Yield `(open SafetensorsFile, names)`, file by file.
+
+        All files are opened before the first is read, so that a lost
+        connection or a replaced folder leaves no model half-loaded.
+        """
         wanted = {}
         for name in names:
             wanted.setdefault(self.files[name], []).append(name)
-        for file_name, tensors in wanted.items():
-            with self._open(file_name) as file:
-                yield file, tensors
+        with contextlib.ExitStack() as stack:
+            opened = []
+            for file_name, tensors in wanted.items():
+                file = stack.enter_context(
+                    SafetensorsFile(
+                        self._folder.open(file_name), self._name_of(file_name)
+                    )
+                )
+                if any(file.specs.get(n) != self.specs[n] for n in tensors):
+                    raise ValueError(f"{file.name} changed while it was read.")
+                opened.append((file, tensors))
+            yield from opened
 
 
 class Index(typing.NamedTuple):

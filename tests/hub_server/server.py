@@ -45,7 +45,8 @@ class Fault:
         headers: more headers of that answer, such as Retry-After.
         kind: `"truncate"`, `"reset"` and `"hang"` stop after `keep` bytes of
             the answer: with a clean close, with a reset, or until `release`
-            is set. `"corrupt"` flips its last byte. `"drop"` resets after
+            is set. `"corrupt"` flips its last byte, `"corrupt_start"` its
+            eighth, the top one of a header's length. `"drop"` resets after
             `keep` bytes of the request, before it is handled.
         keep: int. Defaults to half of the body. With 0 no header is sent.
         handled: whether a request answered with `status` is carried out
@@ -254,6 +255,8 @@ class _Handler(BaseHTTPRequestHandler):
         sent = 0
         for piece in reply.pieces(keep):
             sent += len(piece)
+            if fault.kind == "corrupt_start" and sent == len(piece):
+                piece = piece[:7] + bytes([piece[7] ^ 0xFF]) + piece[8:]
             if fault.kind == "corrupt" and sent == size:
                 piece = piece[:-1] + bytes([piece[-1] ^ 0xFF])
             self.wfile.write(piece)

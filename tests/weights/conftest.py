@@ -31,6 +31,7 @@ def load(handle, **options):
 
 def pull(handle, **options):
     with open_hub_preset(handle, **options) as folder:
+        folder.fetch_all()
         return folder.path
 
 def mark():
