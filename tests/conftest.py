@@ -22,6 +22,16 @@ if keras.backend.backend() == "torch":
     torch.Tensor.__array__ = as_array
 
 
+def pytest_collection_modifyitems(items):
+    """Leave to JAX what is the same on any backend."""
+    if keras.backend.backend() == "jax":
+        return
+    skip = pytest.mark.skip(reason="The same on any backend; JAX runs it.")
+    for item in items:
+        if item.get_closest_marker("any_backend"):
+            item.add_marker(skip)
+
+
 @pytest.fixture(autouse=True)
 def same_seed_and_policy():
     """Start each test from one seed, and undo what it sets globally."""

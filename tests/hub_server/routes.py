@@ -5,6 +5,7 @@ it returns is sent as JSON, unless it is an `Answer`. It raises `HubError`.
 """
 
 import dataclasses
+import io
 import json
 import pathlib
 import re
@@ -100,13 +101,14 @@ class Answer:
         self.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{length}"
         return dataclasses.replace(self, status=206, start=start, stop=stop)
 
-    def pieces(self, size):
-        """The next `size` bytes to send, a piece at a time."""
+    def pieces(self, size, step=PIECE):
+        """The next `size` bytes to send, `step` at a time."""
         if isinstance(self.content, bytes):
-            yield self.content[self.start : self.start + size]
-            return
-        with open(self.content, "rb") as file:
+            file = io.BytesIO(self.content)
+        else:
+            file = open(self.content, "rb")
+        with file:
             file.seek(self.start)
-            while size and (piece := file.read(min(size, PIECE))):
+            while size and (piece := file.read(min(size, step))):
                 size -= len(piece)
                 yield piece

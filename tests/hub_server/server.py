@@ -9,6 +9,7 @@ import struct
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import urllib.parse
 from http.server import BaseHTTPRequestHandler
@@ -22,6 +23,8 @@ from hub_server.routes import PIECE
 from hub_server.routes import Answer
 from hub_server.routes import answer
 from hub_server.store import HubStore
+
+SLOW_PIECES, SLOW_SECONDS = 20, 0.5
 
 
 @dataclasses.dataclass
@@ -45,9 +48,10 @@ class Fault:
         headers: more headers of that answer, such as Retry-After.
         kind: `"truncate"`, `"reset"` and `"hang"` stop after `keep` bytes of
             the answer: with a clean close, with a reset, or until `release`
-            is set. `"corrupt"` flips its last byte, `"corrupt_start"` its
-            eighth, the top one of a header's length. `"drop"` resets after
-            `keep` bytes of the request, before it is handled.
+            is set. `"slow"` takes half a second over it. `"corrupt"` flips
+            its last byte, `"corrupt_start"` its eighth, the top one of a
+            header's length. `"drop"` resets after `keep` bytes of the
+            request, before it is handled.
         keep: int. Defaults to half of the body. With 0 no header is sent.
         handled: whether a request answered with `status` is carried out
             first, as when a gateway times out.
@@ -82,7 +86,10 @@ class Fault:
 
 @dataclasses.dataclass
 class Request:
-    """One request as it came; `status` is None if it got no answer."""
+    """One request as it came.
+
+    `status` is None if it got no answer; `sent` counts the bytes of its body.
+    """
 
     method: str
     path: str
@@ -90,6 +97,7 @@ class Request:
     token: str | None
     range: str | None
     status: int | None = None
+    sent: int = 0
     body: object = dataclasses.field(default=None, repr=False)
 
     @property
@@ -252,14 +260,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        sent = 0
-        for piece in reply.pieces(keep):
-            sent += len(piece)
-            if fault.kind == "corrupt_start" and sent == len(piece):
+        step = PIECE
+        if fault.kind == "slow":
+            step = -(-keep // SLOW_PIECES)
+        for piece in reply.pieces(keep, step):
+            if fault.kind == "slow":
+                time.sleep(SLOW_SECONDS / SLOW_PIECES)
+            if fault.kind == "corrupt_start" and request.sent == 0:
                 piece = piece[:7] + bytes([piece[7] ^ 0xFF]) + piece[8:]
-            if fault.kind == "corrupt" and sent == size:
+            last = request.sent + len(piece) == size
+            if fault.kind == "corrupt" and last:
                 piece = piece[:-1] + bytes([piece[-1] ^ 0xFF])
             self.wfile.write(piece)
+            request.sent += len(piece)
         if fault.kind == "hang":
             fault.release.wait()
             reply.start += keep

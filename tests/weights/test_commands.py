@@ -3,6 +3,10 @@
 import json
 import pathlib
 
+import pytest
+
+pytestmark = pytest.mark.any_backend
+
 # Run the command line in the client; give its exit code, output and errors.
 RUN = """
     import contextlib, io, sys

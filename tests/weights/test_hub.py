@@ -11,6 +11,7 @@ import pathlib
 import re
 
 import pytest
+import safetensors.numpy
 from hub_server import Fault
 from hub_server import Token
 
@@ -61,6 +62,7 @@ def test_pulled_files_are_those_of_the_repository(server, client, preset, xet):
     assert loaded == [f"hf://org/m@{sha}", preset.digest]
 
 
+@pytest.mark.any_backend
 def test_every_way_to_name_a_revision(server, client, presets):
     old, new = presets
     first = old.stage(server, private=True)
@@ -99,6 +101,7 @@ def test_a_pinned_commit_needs_no_request_after_one_load(
         + """
     pinned = f"hf://org/m@{sha}"
     first = load(pinned)
+    pull(pinned, cache_dir=pinned_alone)
     mark()
     again = load(pinned), load(pinned, local_files_only=True)
     mark()
@@ -106,7 +109,10 @@ def test_a_pinned_commit_needs_no_request_after_one_load(
     result = pinned, first, again
     """
     )
-    values = {"folder": preset.folder}
+    values = {
+        "folder": preset.folder,
+        "pinned_alone": preset.folder.parent / f"pinned {xet}",
+    }
     outcome = client(code, "hf_write", xet=xet, values=values)
     pinned, first, again = outcome.value
     assert first == [pinned, preset.digest]
@@ -124,16 +130,23 @@ def test_a_pinned_commit_needs_no_request_after_one_load(
         other = "hf://org/m@" + "0" * 40
         result += [attempt(load, other)["message"]]
         result += [attempt(load, "hf://org/other")["message"]]
+        # A cache that saw the commit alone does not know the branch.
+        result += [pull(pinned, cache_dir=pinned_alone).name]
+        branch = attempt(pull, "hf://org/m", cache_dir=pinned_alone)
+        result += [branch["message"]]
     """
-    values = {"pinned": pinned}
+    values["pinned"] = pinned
     outcome = client(code, xet=xet, values=values, HF_HUB_OFFLINE="1")
-    *rows, unknown, other = outcome.value
+    *rows, unknown, other, commit, branch = outcome.value
     assert rows == [first] * 4
     assert "is not in the cache" in unknown and "0" * 40 in unknown
     assert "is not in the cache" in other and "org/other" in other
+    assert pinned == f"hf://org/m@{commit}"
+    assert "is not in the cache" in branch and "org/m" in branch
     assert server.requests == []
 
 
+@pytest.mark.any_backend
 def test_a_branch_that_moves_in_the_middle_mixes_nothing(
     server, client, presets
 ):
@@ -234,6 +247,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.any_backend
 def test_each_fault_passes_or_has_its_own_error(server, client, preset):
     """Within bounded time; once it is over, the same cache loads."""
     for number, (fault, _) in enumerate(FAULTS.values()):
@@ -270,6 +284,7 @@ def test_each_fault_passes_or_has_its_own_error(server, client, preset):
 
 
 @BOTH
+@pytest.mark.any_backend
 def test_bytes_that_are_wrong_at_the_hub_itself_are_found(
     server, client, preset, xet
 ):
@@ -297,6 +312,7 @@ def test_bytes_that_are_wrong_at_the_hub_itself_are_found(
     assert files_in(second["value"]) == preset.files
 
 
+@pytest.mark.any_backend
 def test_a_file_that_is_damaged_in_the_cache_is_found_and_fetched(
     server, client, preset
 ):
@@ -317,78 +333,10 @@ def test_a_file_that_is_damaged_in_the_cache_is_found_and_fetched(
     assert len(fetched) == 1
 
 
-def test_a_pull_killed_at_any_request_is_completed_by_the_next(
-    server, client, presets
-):
-    """Each pull has a process of its own: a fork, so Keras is loaded once."""
-    preset = presets[0]
-    sha = preset.stage(server)
-    code = """
-        import json, signal, time
-        from huggingface_hub import constants
-
-        def fork(cache):
-            pid = os.fork()
-            if pid:
-                return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            try:
-                signal.alarm(60)
-                pathlib.Path(note).write_text(str(os.getpid()))
-                pull("hf://org/m", cache_dir=cache)
-                os._exit(0)
-            finally:
-                os._exit(1)
-
-        result = []
-        for n in range(count):
-            cache = f"{caches}/{n}"
-            killed = fork(cache)
-            result.append([killed, fork(cache)])
-    """
-    folder = server.store.folder.parent
-    note, caches = folder / "pid", folder / "caches"
-
-    def kill(_):
-        import os
-        import signal
-
-        os.kill(int(note.read_text()), signal.SIGKILL)
-
-    # A whole pull first, to count its requests.
-    server.faults.append(Fault("never"))
-    values = {"note": note, "caches": caches, "count": 1}
-    assert client(code, values=values).value == [[0, 0]]
-    total = len(server.requests) - 1  # The second pull resolves its branch.
-    assert total >= 10
-    server.requests.clear()
-    # Then the n-th pull is killed at its n-th request, its file half sent.
-    arrivals = {"count": 0, "pid": None}
-
-    def count(request):
-        pid = note.read_text()
-        if pid != arrivals["pid"]:
-            arrivals.update(
-                pid=pid, count=0, order=arrivals.get("order", 0) + 1
-            )
-        arrivals["count"] += 1
-        order = arrivals["order"]
-        if order % 2 and arrivals["count"] == order // 2 + 1:
-            kill(request)
-
-    server.faults[:] = [Fault("", times=None, call=count)]
-    values = {"note": note, "caches": folder / "killed", "count": total}
-    rows = client(code, values=values).value
-    assert rows == [[-9, 0]] * total
-    for number in range(total):
-        snapshot = (
-            folder / "killed" / str(number) / "models--org--m/snapshots" / sha
-        )
-        assert files_in(snapshot) == preset.files
-
-
 # === Who may read what ===
 
 
+@pytest.mark.any_backend
 def test_each_refusal_says_what_to_do(server, client, preset):
     preset.stage(server)
     preset.stage(server, "org/private", private=True)
@@ -425,6 +373,7 @@ def test_each_refusal_says_what_to_do(server, client, preset):
             assert "\n" not in message
 
 
+@pytest.mark.any_backend
 def test_a_token_is_in_no_log_error_record_or_repr(
     server, client, preset, tmp_path
 ):
@@ -480,6 +429,7 @@ def test_a_token_is_in_no_log_error_record_or_repr(
 # === Repositories with other files, and hostile ones ===
 
 
+@pytest.mark.any_backend
 def test_only_the_files_of_a_preset_are_fetched(server, client, preset):
     others = {
         name: b"never to be fetched"
@@ -559,13 +509,20 @@ def edit(files, name, **changes):
     return files | {name: json.dumps(content | changes).encode()}
 
 
+@pytest.mark.any_backend
 def test_a_hostile_repository_has_its_own_error(server, client, preset):
     files, index = preset.files, "model.safetensors.index.json"
     shard = files[NAME]
     weight_map = json.loads(files[index])["weight_map"]
+    tensors = safetensors.numpy.load(shard)
+    first = next(iter(tensors))
+    elsewhere = next(n for n, file in weight_map.items() if file != NAME)
 
     def indexed(name):
         return edit(files, index, weight_map=weight_map | {"class": name})
+
+    def stored(**changes):
+        return files | {NAME: safetensors.numpy.save(tensors | changes)}
 
     plain = "the plain name of a .safetensors file"
     rows = [
@@ -576,11 +533,58 @@ def test_a_hostile_repository_has_its_own_error(server, client, preset):
         (indexed("model.bin") | {"model.bin": b"pickle"}, plain),
         (indexed([NAME]), plain),
         (indexed("gone.safetensors"), "gone.safetensors is in the index, but"),
+        (indexed(NAME), f"class is not in {NAME}, as the index says"),
+        (
+            stored(extra=tensors[first]),
+            f"extra is in {NAME}, but not in the index",
+        ),
+        (
+            stored(**{elsewhere: tensors[first]}),
+            f"{elsewhere} is in model-0000",
+        ),
+        (
+            stored(**{first: tensors[first].astype("int8")}),
+            "has total_size",
+        ),
+        (
+            stored(**{first: tensors[first].view("int32")}),
+            f"{first} is int32, expected float32; only floats are cast",
+        ),
+        (edit(files, index, metadata={"total_size": 1}), "has total_size 1,"),
         (files | {"../config.json": b"{}"}, None),
         (files | {NAME: shard[:-1]}, f"{NAME} is not safetensors"),
         (files | {NAME: shard + b"x"}, f"{NAME} is not safetensors"),
         (files | {NAME: b"\xff" * 8 + shard}, "the limit is 25,000,000"),
+        (files | {NAME: b"\x89HDF\r\n\x1a\n" + shard}, "the limit is"),
+        (files | {NAME: b"\x80\x04}q\0." + shard}, "the limit is"),
         (edit(files, "config.json", num_layers=1024), "describes at least"),
+        (
+            edit(
+                files,
+                "config.json",
+                num_layers=48,
+                hidden_dim=6144,
+                mlp_dim=24576,
+            ),
+            "describes at least",
+        ),
+        (
+            edit(files, "config.json", activation={"class_name": "Lambda"}),
+            "config.json is not valid: activation",
+        ),
+        (
+            edit(files, "image_converter.json", scale={"class_name": "Lambda"}),
+            "image_converter.json is not valid: scale",
+        ),
+        (
+            files
+            | {
+                "config.json": files["config.json"].replace(
+                    b"keras_vit22b>ViT22BBackbone", b"keras>Lambda"
+                )
+            },
+            "describes 'keras>Lambda'",
+        ),
         (edit(files, "config.json", module="os"), "unknown field 'module'"),
         (edit(files, "config.json", auto_map={}), "unknown field 'auto_map'"),
         (files | {"config.json": b"[" * 100_000}, "Cannot read"),
@@ -609,6 +613,7 @@ def test_a_hostile_repository_has_its_own_error(server, client, preset):
     assert names <= set(files)
 
 
+@pytest.mark.any_backend
 def test_waits_between_attempts_are_bounded(monkeypatch):
     """The bound that the timeouts in other tests are cut down from."""
     assert hub.ATTEMPTS * hub.TIMEOUT <= 300

@@ -13,6 +13,8 @@ from hub_server import Fault
 from hub_server import HubClient
 from hub_server import HubServer
 
+pytestmark = pytest.mark.any_backend
+
 FILES = {
     "README.md": b"---\nlicense: apache-2.0\n---\nA model.\n",
     "config.json": b'{"depth": 2}\n' * 20,

@@ -1,13 +1,9 @@
 """A preset's folder is replaced whole: old or new, whatever happens."""
 
 import errno
-import json
 import os
-import random
-import signal
 import socket
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -321,124 +317,3 @@ def test_an_open_file_is_read_to_its_end_though_it_is_replaced(
         for file, names in Shards(folder).by_file(["final_norm.scale"]):
             save_numbers(2.0, path)
             assert {v for n in names for v in file.read(n).ravel()} == {1.0}
-
-
-# === Killed saves ===
-
-# Save model 2 over model 1 and be killed at a call, counted by the profiler;
-# say what the folder then holds, and what else lies beside it. Each save has a
-# process of its own: a fork, so that Keras is loaded once.
-KILLED = """
-import hashlib, json, os, pathlib, random, signal, sys, warnings
-import keras
-from keras_vit22b import ViT22BBackbone
-
-scratch, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-folder = scratch / "preset"
-warnings.simplefilter("ignore", RuntimeWarning)
-models = []
-for number in (1, 2):
-    keras.utils.set_random_seed(number)
-    models.append(
-        ViT22BBackbone(
-            (8, 8, 3), 4, num_layers=number, num_heads=2, hidden_dim=8,
-            mlp_dim=16,
-        )
-    )
-    # The arrays stay on the host: a child makes no call of the backend.
-    for weight in models[-1].weights:
-        keras.ops.convert_to_numpy(weight.value)
-
-
-def save(number, path):
-    models[number - 1].save_to_preset(path, max_shard_size=900)
-
-
-def digests(path):
-    return {
-        p.name: hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in sorted(path.iterdir())
-        if p.name != "README.md"  # A card that is there is kept.
-    }
-
-
-def fork(action):
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    status = 1
-    try:
-        signal.alarm(60)
-        action()
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def watched(limit, report=None):
-    count = 0
-
-    def step(frame, event, argument):
-        nonlocal count
-        if event in ("c_call", "call"):
-            count += 1
-            if count == limit:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.setprofile(step)
-    save(2, folder)
-    sys.setprofile(None)
-    if report:
-        report.write_text(str(count))
-
-
-save(1, scratch / "one" / "preset")
-save(2, scratch / "two" / "preset")
-(scratch / "one" / "preset" / "notes.txt").write_text("mine")
-(scratch / "two" / "preset" / "notes.txt").write_text("mine")
-whole = {n: digests(scratch / n / "preset") for n in ("one", "two")}
-save(1, folder)
-(folder / "notes.txt").write_text("mine")
-assert digests(folder) == whole["one"], (digests(folder), whole["one"])
-assert fork(lambda: watched(0, scratch / "count")) == 0
-total = int((scratch / "count").read_text())
-assert digests(folder) == whole["two"]
-moments = sorted(random.Random(seed).sample(range(1, total), 10))
-# And around the exchange, which is near the end.
-rows = []
-for moment in moments + [total - n for n in range(1, 300, 60)]:
-    save(1, folder)
-    before = sorted(os.listdir(scratch))
-    status = fork(lambda: watched(moment))
-    found = [n for n, d in whole.items() if d == digests(folder)]
-    left = len(os.listdir(scratch)) - len(before)
-    assert fork(lambda: save(2, folder)) == 0
-    rows.append({
-        "moment": moment,
-        "status": status,
-        "found": found,
-        "left": left,
-        "again": digests(folder) == whole["two"],
-        "clean": sorted(os.listdir(scratch)) == before,
-    })
-print(json.dumps(rows))
-"""
-
-
-def test_a_save_killed_at_any_moment_leaves_old_or_new(tmp_path):
-    seed = random.randrange(2**32)
-    process = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path, str(seed)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr
-    rows = json.loads(process.stdout.splitlines()[-1])
-    for row in rows:
-        assert row["status"] == -signal.SIGKILL, (seed, row)
-        assert row["found"] in (["one"], ["two"]), (seed, row)
-        assert row["again"] and row["clean"], (seed, row)
-    # Some were killed before the exchange, and left a folder; some after.
-    assert {row["found"][0] for row in rows} == {"one", "two"}
-    assert 1 in {row["left"] for row in rows}

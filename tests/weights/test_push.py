@@ -1,10 +1,5 @@
 """Presets to the Hub: whole, once, and again after an interruption."""
 
-import contextlib
-import os
-import pathlib
-import signal
-
 import pytest
 from hub_server import Fault
 
@@ -60,6 +55,7 @@ def test_folders_and_models_are_pushed_whole_and_once(
     assert bool(server.seen(method="PUT")) == (not xet)
 
 
+@pytest.mark.any_backend
 def test_only_a_sound_preset_is_pushed(server, client, preset, tmp_path):
     code = """
         result = [attempt(push_to_hub, f, "org/m")["message"] for f in folders]
@@ -82,6 +78,7 @@ def test_only_a_sound_preset_is_pushed(server, client, preset, tmp_path):
     assert server.requests == []
 
 
+@pytest.mark.any_backend
 def test_files_that_are_no_preset_stay_at_home(
     server, client, preset, tmp_path
 ):
@@ -97,6 +94,7 @@ def test_files_that_are_no_preset_stay_at_home(
 
 
 @BOTH
+@pytest.mark.any_backend
 def test_a_push_leaves_nothing_of_the_preset_before(
     server, client, presets, tmp_path, xet
 ):
@@ -125,6 +123,7 @@ def test_a_push_leaves_nothing_of_the_preset_before(
     assert sources == [f"hf://org/m@{server.store.head('org/m')}"] * 2
 
 
+@pytest.mark.any_backend
 def test_each_refusal_says_what_is_needed(server, client, preset):
     preset.stage(server)
     server.store.create("org/slow")
@@ -158,79 +157,7 @@ def test_each_refusal_says_what_is_needed(server, client, preset):
     assert len(list(server.store.history("org/m"))) == 2
 
 
-@BOTH
-def test_a_push_killed_at_any_request_leaves_old_or_new(
-    server, client, presets, xet
-):
-    """And the next one ends as if nothing had been.
-
-    Each push has a process of its own: a fork, so that Keras is loaded once.
-    """
-    old, new = presets
-    first = old.stage(server)
-    note = server.store.folder.parent / "pid"
-    code = """
-        def fork():
-            pid = os.fork()
-            if pid:
-                return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            try:
-                signal.alarm(60)
-                pathlib.Path(note).write_text(str(os.getpid()))
-                push_to_hub(folder, "org/m")
-                os._exit(0)
-            finally:
-                os._exit(1)
-
-        import signal
-        result = []
-        for _ in range(count):
-            result.append(fork())
-            mark()
-        result.append(fork())
-    """
-    seen, states = [], []
-
-    def start_again():
-        """Forget what was pushed, so that each push has as much to do."""
-        server.store.repos["org/m"]["refs"]["refs/heads/main"] = first
-        for path in (server.store.folder / "blobs").iterdir():
-            if path.read_bytes() not in old.files.values():
-                path.unlink()
-
-    def count(request):
-        """The n-th push is killed at its n-th request."""
-        if "whoami" in request.path and request.token == "hf_read":
-            states.append(files_at(server))
-            seen.append(0)
-            if len(seen) <= moments:
-                start_again()
-            return
-        seen[-1] += 1
-        if len(seen) <= moments and seen[-1] == len(seen):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(note.read_text()), signal.SIGKILL)
-
-    # How many requests a whole push makes; then start again.
-    moments, values = 0, {"folder": new.folder, "note": note, "count": 0}
-    seen.append(0)
-    server.faults.append(Fault("", times=None, call=count))
-    assert client(code, "hf_write", xet=xet, values=values).value == [0]
-    moments = min(seen[0], 10)
-    assert moments >= 5
-    start_again()
-    seen[:] = [0]
-    values["count"] = moments
-    statuses = client(code, "hf_write", xet=xet, values=values).value
-    assert statuses == [-signal.SIGKILL] * moments + [0]
-    assert states and all(state in (old.files, new.files) for state in states)
-    assert files_at(server) == new.files
-    pulled = client("result = pull('hf://org/m')", home="pull", xet=xet).value
-    assert {
-        p.name: p.read_bytes() for p in pathlib.Path(pulled).iterdir()
-    } == new.files
-
-
+@pytest.mark.any_backend
 def test_an_answer_that_is_lost_after_the_commit_is_no_failure_twice(
     server, client, preset
 ):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import struct
+import tracemalloc
 
 import hypothesis.strategies as st
 import ml_dtypes
@@ -16,6 +17,8 @@ from hypothesis import settings
 from keras_vit22b.weights.safetensors_file import MAX_HEADER_BYTES
 from keras_vit22b.weights.safetensors_file import SafetensorsFile
 from keras_vit22b.weights.safetensors_file import write_safetensors
+
+pytestmark = pytest.mark.any_backend
 
 DTYPES = [
     "float32",
@@ -323,6 +326,20 @@ def test_a_hostile_file_has_its_own_error(tmp_path, content, message):
         SafetensorsFile(opened, str(file))
     assert str(error.value).startswith(f"{file} is not safetensors: ")
     assert opened.closed
+
+
+def test_a_header_of_101_megabytes_is_not_read(path):
+    """It is there, all of it, but sparse: zeros that take no space."""
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", 101_000_000))
+        file.truncate(8 + 101_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="claims 101,000,000 bytes"):
+            read(path)
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+    finally:
+        tracemalloc.stop()
 
 
 def test_many_names_that_stand_twice_take_no_time(path):
