@@ -21,6 +21,7 @@ import time
 import numpy as np
 
 REPEATS = 5
+SHARD_SIZE = "600MB"
 
 
 def resident(key="VmRSS"):
@@ -152,7 +153,7 @@ def measure_save(folder, scratch):
             (scratch / f"plain{index}").unlink()
         back_memory(2 * num_bytes_of(folder))
         start = time.perf_counter()
-        model.save_to_preset(scratch / "saved")
+        model.save_to_preset(scratch / "saved", max_shard_size=SHARD_SIZE)
         save.append(time.perf_counter() - start)
         shutil.rmtree(scratch / "saved")
     return {
@@ -201,7 +202,7 @@ def make_preset(folder, preset):
 
     keras.utils.set_random_seed(0)
     from_preset(preset, load_weights=False, dtype="bfloat16").save_to_preset(
-        folder
+        folder, max_shard_size=SHARD_SIZE
     )
 
 

@@ -38,7 +38,7 @@ ALIGNMENT = 64
 # The Hub reads no larger header.
 MAX_HEADER_BYTES = 25_000_000
 CHUNK = 64 * 1024 * 1024
-SYNC_EVERY = 128 * 1024 * 1024
+SYNC_EVERY = 32 * 1024 * 1024
 
 
 class TensorSpec(typing.NamedTuple):
@@ -164,6 +164,8 @@ def write_safetensors(file, tensors, metadata):
                 syncing, unsynced = syncer.submit(os.fsync, file.fileno()), 0
             hashing.result()
             del view, array, hashing
+        file.flush()
+        syncer.submit(os.fsync, file.fileno())
     return digest.hexdigest()
 
 

@@ -1,5 +1,6 @@
 """A model's tensors in one or several safetensors files, and their index."""
 
+import concurrent.futures
 import contextlib
 import json
 import math
@@ -28,9 +29,10 @@ FORMAT = "keras_vit22b"
 def write_shards(folder, tensors, grid_size, max_shard_size="5GB"):
     """Write variables as safetensors files with an index.
 
-    Only one tensor is in host memory at a time, beside the model itself. If
-    several processes hold the model, each writes what it holds; all must call
-    this, with a folder that all see.
+    Two files are written at a time, as hashing one takes longer than writing
+    it; of each, one tensor is in host memory, and that only if the backend
+    cannot share the variable's own. If several processes hold the model, each
+    writes what it holds; all must call this, with a folder that all see.
 
     Args:
         folder: `pathlib.Path` of a folder.
@@ -51,11 +53,17 @@ def write_shards(folder, tensors, grid_size, max_shard_size="5GB"):
         max_shard_size=max_shard_size,
     )
     metadata = file_metadata(grid_size)
-    write = _write_together if num_processes() > 1 else _write_alone
-    digests = {
-        shard: write(folder / shard, {n: tensors[n] for n in names}, metadata)
-        for shard, names in plan.filename_to_tensors.items()
-    }
+    together = num_processes() > 1
+    write = _write_together if together else _write_alone
+
+    def write_shard(shard):
+        names = plan.filename_to_tensors[shard]
+        return write(folder / shard, {n: tensors[n] for n in names}, metadata)
+
+    # Processes that wait for each other must go one by one.
+    with concurrent.futures.ThreadPoolExecutor(1 if together else 2) as pool:
+        shards = list(plan.filename_to_tensors)
+        digests = dict(zip(shards, pool.map(write_shard, shards)))
     index = {
         "metadata": {"total_size": sum(map(num_bytes, tensors.values()))},
         "weight_map": {n: plan.tensor_to_filename[n] for n in tensors},
