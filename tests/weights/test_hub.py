@@ -474,6 +474,8 @@ def test_only_the_files_of_a_preset_are_fetched(server, client, preset):
             "model.keras",
             "weights.pkl",
             "modeling.py",
+            "extra.json",
+            "task.json",
             "sub/config.json",
             "sub/model.safetensors",
             "config.json.exe",
@@ -488,6 +490,30 @@ def test_only_the_files_of_a_preset_are_fetched(server, client, preset):
     assert {p.name for p in pathlib.Path(path).rglob("*")} == set(preset.files)
     fetched = {r.path.split("?")[0].split("/")[-1] for r in server.seen("reso")}
     assert fetched == set(preset.files)
+
+
+def test_a_text_too_large_is_refused_before_it_is_fetched(
+    server, client, preset
+):
+    preset.stage(server)
+    limit = max(
+        len(content)
+        for name, content in preset.files.items()
+        if not name.endswith(".safetensors")
+    )
+    code = """
+        hub.LARGEST_TEXT = limit
+        load("hf://org/m")
+        hub.LARGEST_TEXT -= 1
+        mark()
+        result = attempt(load, "hf://org/m", cache_dir=cache)["message"]
+    """
+    cache = server.store.folder.parent / "cache"
+    values = {"limit": limit, "cache": cache}
+    message = client(code, values=values).value
+    assert f"has {limit:,} bytes; the limit is {limit - 1:,}." in message
+    assert not any("resolve/" in r.path for r in between_marks(server)[1])
+    assert hub.LARGEST_TEXT <= 100_000_000
 
 
 def edit(files, name, **changes):
