@@ -179,13 +179,17 @@ class _Repository(HubPreset):
             for name, addition in additions.items()
             if not _is_same(addition, there.get(name))
         ]
-        self._api.preupload_lfs_files(
-            self.repository,
-            operations,
-            revision=revision,
-            create_pr=create_pr,
-            free_memory=False,
-        )
+        try:
+            self._api.preupload_lfs_files(
+                self.repository,
+                operations,
+                revision=revision,
+                create_pr=create_pr,
+                free_memory=False,
+            )
+        except RuntimeError as error:
+            # In LFS the client wraps what went wrong with a file.
+            raise error.__cause__ or error from None
         # An index of other weights, say, would be read before these.
         operations += [
             CommitOperationDelete(name)
