@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from keras_vit22b import __version__
+
 DEFAULT_PRESET = "vit1500k_patch7_28_fashion_glyphs"
 
 app = typer.Typer(
@@ -32,10 +34,25 @@ def main():
         sys.exit(1)
 
 
+def _print_version(asked):
+    if asked:
+        typer.echo(f"keras-vit22b {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     verbose: Annotated[
         bool, typer.Option(help="Log what is converted and cast.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version.",
+            callback=_print_version,
+            is_eager=True,
+        ),
     ] = False,
 ):
     if verbose:
@@ -104,18 +121,18 @@ def inspect(
 
 @app.command()
 def verify(
-    folder: Annotated[str, typer.Argument(help="Preset folder.")],
+    name: Annotated[str, typer.Argument(help="Preset, folder or hf://...")],
     as_json: Json = False,
 ):
-    """Check a preset folder's JSON, tensors, index and hashes."""
+    """Check a preset's JSON, tensors, index and hashes."""
     with _quiet_import():
-        from keras_vit22b.weights.verification import verify_folder
-    report = verify_folder(folder)
+        from keras_vit22b.weights.verification import verify_preset
+    report = verify_preset(name)
     if as_json:
         typer.echo(json.dumps(report))
         return
     typer.echo(
-        f"{folder} is sound: {report['tensors']:,} tensors, "
+        f"{name} is sound: {report['tensors']:,} tensors, "
         f"{report['bytes']:,} bytes in {report['files']} files."
     )
 
@@ -145,11 +162,25 @@ def push(
     create_pr: Annotated[
         bool, typer.Option(help="Open a pull request instead.")
     ] = False,
+    card: Annotated[
+        str | None,
+        typer.Option(
+            help="JSON file of what the card says: license, training_data, "
+            "limits, metrics."
+        ),
+    ] = None,
+    probe: Annotated[
+        str | None,
+        typer.Option(help="probe.json of this folder, for the card's metrics."),
+    ] = None,
     as_json: Json = False,
 ):
     """Upload a preset folder to the Hub; the token is the one logged in."""
     with _quiet_import():
         from keras_vit22b.weights.push import push_to_hub
+    stated = _read_json(card) if card else {}
+    if probe:
+        stated["metrics"] = stated.get("metrics", []) + _metrics(probe, folder)
     source = push_to_hub(
         folder,
         repository,
@@ -157,8 +188,28 @@ def push(
         revision=revision,
         message=message,
         create_pr=create_pr,
+        card=stated,
     )
     typer.echo(json.dumps({"source": source}) if as_json else source)
+
+
+def _read_json(path):
+    with open(path, encoding="utf-8") as file:
+        value = json.load(file)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object.")
+    return value
+
+
+def _metrics(path, folder):
+    """Return the metrics of a probe's record, which must be of a folder."""
+    with _quiet_import():
+        from keras_vit22b.probing import card_metrics
+    record = _read_json(path)
+    metrics = card_metrics(record)
+    if os.path.realpath(record["preset"]) != os.path.realpath(folder):
+        raise ValueError(f"{path} is of {record['preset']!r}, not of {folder}.")
+    return metrics
 
 
 @app.command()

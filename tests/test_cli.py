@@ -8,6 +8,7 @@ import pytest
 
 from keras_vit22b import ViT22BBackbone
 from keras_vit22b import ViT22BImageConverter
+from keras_vit22b import __version__
 from keras_vit22b import cli
 
 
@@ -42,6 +43,10 @@ def test_presets_lists_every_row(run):
     assert "vit22b_patch14_224" in output
     rows = json.loads(run("presets", "--json")[1])
     assert rows["vit_g_patch14_224"]["has_weights"] is False
+
+
+def test_version_is_that_of_the_package(run):
+    assert run("--version") == (0, f"keras-vit22b {__version__}\n", "")
 
 
 def test_info_counts_the_block_kernels_of_the_22b(run):

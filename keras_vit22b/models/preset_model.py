@@ -5,12 +5,14 @@ import pathlib
 import keras
 
 from keras_vit22b.models.abstract import abstract_build
+from keras_vit22b.models.abstract import check_memory
 from keras_vit22b.models.abstract import initialize_missing
 from keras_vit22b.models.abstract import is_abstract
 from keras_vit22b.models.abstract import quantize_abstract
 from keras_vit22b.models.abstract import set_value
 from keras_vit22b.weights import preset_config
 from keras_vit22b.weights import preset_files
+from keras_vit22b.weights.card import keeps_card
 from keras_vit22b.weights.card import make_card
 from keras_vit22b.weights.preset_folder import PresetFolder
 from keras_vit22b.weights.preset_folder import replacing_file
@@ -85,10 +87,11 @@ class PresetModel:
 
         Raises:
             ValueError: if the preset is unknown or broken, or has no weights
-                although `load_weights` asks for them.
+                although `load_weights` asks for them; or if random weights
+                would exceed the memory of the machine.
         """
         options = {"dtype": dtype, "image_shape": image_shape, **kwargs}
-        random = not (load_weights or abstract)
+        load_weights = load_weights and not abstract
         with preset_files.open_preset(
             handle,
             revision=revision,
@@ -96,21 +99,23 @@ class PresetModel:
             cache_dir=cache_dir,
             local_files_only=local_files_only,
         ) as folder:
-            if random:
-                return cls._from_folder(folder, compile=True, **options)
-            if not abstract:
+            if load_weights:
                 shards = preset_files.open_weights(folder)
                 preset_config.check_size(folder, shards)
+            new_head = kwargs.get("num_classes") is not None
             with abstract_build():
                 model = cls._from_folder(folder, compile=False, **options)
-                new_head = kwargs.get("num_classes") is not None
-                if not abstract:
+                if load_weights:
                     model._quantize_as(shards, new_head=new_head)
-            if not abstract:
+            if abstract:
+                return model
+            if load_weights:
                 model._load_tensors(shards, new_head=new_head)
-                initialize_missing(model)
-                model._note_abstract()
-                model._compile_default()
+            else:
+                check_memory(model)
+            initialize_missing(model)
+            model._note_abstract()
+            model._compile_default()
             return model
 
     def _compile_default(self):
@@ -140,7 +145,7 @@ class PresetModel:
         """
         self.__dict__["_is_abstract"] = any(map(is_abstract, self.weights))
 
-    def save_to_preset(self, preset_dir, max_shard_size="5GB"):
+    def save_to_preset(self, preset_dir, max_shard_size="5GB", *, card=None):
         """Save the model to a folder that `from_preset` reads.
 
         The folder is replaced as a whole: if the save fails or is killed, it
@@ -151,6 +156,14 @@ class PresetModel:
             max_shard_size: int of bytes, or string such as `"5GB"` (decimal).
                 Larger weights are split into several files. Defaults to
                 `"5GB"`.
+            card: dict. What the model's card says and no file does: `license`,
+                `training_data`, `limits`, `metrics` (`weights/card.py`).
+                Defaults to `None`: they are not stated.
+
+        Raises:
+            ValueError: if the folder cannot be replaced, or `card` is given
+                although the folder has a card that was edited. Such a card is
+                kept.
 
         If several processes hold the model, all must call this, with a folder
         that all see; each writes what it holds.
@@ -163,7 +176,10 @@ class PresetModel:
                 "file whose name ends in .safetensors."
             )
         files = self._preset_json()
+        if card:
+            files[preset_config.METADATA_FILE]["card"] = card
         preset_config.check_json(files)
+        keeps = keeps_card(path, card)
         with _replacing_folder(path) as folder:
             digests = write_shards(
                 folder, tensors, self._grid_size, max_shard_size
@@ -173,10 +189,15 @@ class PresetModel:
             files[preset_config.METADATA_FILE]["sha256"] = digests
             for name, content in files.items():
                 preset_config.write_json(folder / name, content)
-            if not (path / preset_config.CARD_FILE).exists():
-                (folder / preset_config.CARD_FILE).write_text(
-                    _card(path.name, files), encoding="utf-8"
+            if keeps:
+                return
+            with PresetFolder(folder) as written:
+                text = make_card(
+                    written, card or {}, title=path.name, handle="."
                 )
+            (folder / preset_config.CARD_FILE).write_text(
+                text, encoding="utf-8"
+            )
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
         """Save weights; a `.safetensors` file gets this package's names.
@@ -255,17 +276,6 @@ def _replacing_folder(path):
     from keras_vit22b.weights.jax_arrays import replacing_folder_together
 
     return replacing_folder_together(path)
-
-
-def _card(title, files):
-    """Return the card of a preset with these JSON files."""
-    converter = files.get(preset_config.CONVERTER_FILE)
-    return make_card(
-        title,
-        files[preset_config.CONFIG_FILE]["config"],
-        files[preset_config.METADATA_FILE],
-        converter and converter["config"],
-    )
 
 
 def preset_json(backbone, converter, *, head=None):

@@ -102,6 +102,42 @@ def run_few_shot(
     return record
 
 
+def card_metrics(record):
+    """Return a probe's accuracies as the `metrics` of a model's card.
+
+    Args:
+        record: dict. What `run_few_shot` returns, and probe.json holds.
+
+    Returns:
+        A list of dicts, one a number of labels.
+
+    Raises:
+        ValueError: if the record is none of a probe.
+    """
+    try:
+        features, pixels = record["accuracy"].values()
+        name = record["data"]["name"]
+        return [
+            {
+                "task_type": "image-classification",
+                "dataset_type": name,
+                "dataset_name": name,
+                "metric_type": "accuracy",
+                "metric_name": (
+                    f"linear probe, {shots}-shot "
+                    f"(raw pixels: {pixels[shots]['mean']:.3f})"
+                ),
+                "metric_value": round(scores["mean"], 4),
+            }
+            for shots, scores in features.items()
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            "Expected the record of `keras-vit22b probe`, probe.json. "
+            f"{type(error).__name__}: {error}."
+        ) from None
+
+
 def _digits():
     """scikit-learn's digits: 1,797 pictures of handwriting, 8 x 8."""
     from sklearn.datasets import load_digits

@@ -27,7 +27,13 @@ logger = logging.getLogger(__name__)
 SCHEME = "hf://"
 HANDLE = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@(.+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-FILE_NAME = re.compile(r"[A-Za-z0-9._-]+\.(safetensors|json)|README\.md")
+# What a preset may hold, and the bytes of one file that is not of weights.
+FILE_NAME = re.compile(
+    r"[A-Za-z0-9._-]+\.safetensors|model\.safetensors\.index\.json|"
+    r"model\.weights\.json|(config|image_converter|metadata|preprocessor)"
+    r"\.json|README\.md"
+)
+LARGEST_TEXT = 100_000_000
 ATTEMPTS = 5
 LONGEST_WAIT = 8.0
 # Seconds for an answer, the client's own attempts included.
@@ -243,6 +249,14 @@ class HubPreset:
         hashes = {}
         for entry in entries:
             if FILE_NAME.fullmatch(entry.path) and hasattr(entry, "size"):
+                if (
+                    not entry.path.endswith(".safetensors")
+                    and entry.size > LARGEST_TEXT
+                ):
+                    raise ValueError(
+                        f"{entry.path} of {self} has {entry.size:,} bytes; "
+                        f"the limit is {LARGEST_TEXT:,}."
+                    )
                 digest = entry.lfs.sha256 if entry.lfs else entry.blob_id
                 hashes[entry.path] = [digest, entry.size]
         with replacing_file(self._record) as temporary:

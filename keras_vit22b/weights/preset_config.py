@@ -8,7 +8,8 @@ import math
 
 import keras
 
-from keras_vit22b.layers.patch_embedding import as_pair
+from keras_vit22b.weights.tensor_names import POSITION_EMBEDDING
+from keras_vit22b.weights.tensor_shapes import tensor_shapes
 
 CONFIG_FILE = "config.json"
 CONVERTER_FILE = "image_converter.json"
@@ -58,7 +59,11 @@ def _is_list_of(check, *lengths):
 
 
 def _is_one_of(*values):
-    return lambda v: any(type(v) is type(w) and v == w for w in values)
+    def check(v):
+        return any(type(v) is type(w) and v == w for w in values)
+
+    check.expected = " or ".join(map(repr, values))
+    return check
 
 
 def _is_bool(v):
@@ -67,6 +72,18 @@ def _is_bool(v):
 
 def _is_string(v):
     return isinstance(v, str) and len(v) <= 200
+
+
+def _is_text(v):
+    return isinstance(v, str) and len(v) <= 100_000
+
+
+def _is_strings(v):
+    return isinstance(v, list) and all(map(_is_string, v))
+
+
+def _is_dict(v):
+    return isinstance(v, dict)
 
 
 def _or(*checks):
@@ -87,17 +104,17 @@ BACKBONE_FIELDS = {
     "num_heads": _is_int(1, 1024),
     "hidden_dim": _is_int(1, 131072),
     "mlp_dim": _is_int(1, 1048576),
-    "pooling": _is_string,
-    "norm": _is_string,
-    "qk_norm": _or(_is_none, _is_string),
-    "block": _is_string,
-    "activation": _is_string,
+    "pooling": _is_one_of("map", "cls", "mean"),
+    "norm": _is_one_of("rms", "layer"),
+    "qk_norm": _is_one_of("rms", "layer", None),
+    "block": _is_one_of("parallel", "sequential"),
+    "activation": _is_one_of("gelu_tanh", "gelu"),
     "use_qkv_bias": _is_bool,
     "epsilon": _is_rate,
     "num_registers": _is_int(0, 1024),
     "layer_scale": _or(_is_none, _is_number),
     "pre_norm": _is_bool,
-    "final_norm": _is_string,
+    "final_norm": _is_one_of("tokens", "pooled"),
     "dropout_rate": _is_rate,
     "drop_path_rate": _is_rate,
     "remat": _is_bool,
@@ -116,9 +133,7 @@ HEAD_FIELDS = {
     "num_classes": _is_int(1, 10_000_000),
     "activation": _is_one_of(None, "linear", "sigmoid", "softmax"),
     "dropout": _is_rate,
-    "class_names": _or(
-        _is_none, lambda v: isinstance(v, list) and all(map(_is_string, v))
-    ),
+    "class_names": _or(_is_none, _is_strings),
 }
 CONVERTER_FIELDS = {
     "image_size": _or(_is_none, _is_list_of(_is_int(1, 65536), 2)),
@@ -135,6 +150,33 @@ CONVERTER_FIELDS = {
     "name": _is_string,
     "trainable": _is_bool,
 }
+METADATA_FIELDS = {
+    "keras_version": _is_string,
+    "keras_hub_version": _is_string,
+    "keras_vit22b_version": _is_string,
+    "parameter_count": _is_int(0, 10**18),
+    "dtype": _is_string,
+    "tasks": _is_strings,
+    "sha256": _is_dict,
+    "card": _is_dict,
+}
+METADATA_REQUIRED = ("keras_vit22b_version", "parameter_count", "dtype")
+# weights/card.py says what they mean.
+CARD_FIELDS = {
+    "license": _is_string,
+    "training_data": _is_text,
+    "limits": _is_text,
+    "metrics": lambda v: isinstance(v, list) and len(v) <= 1000,
+}
+METRIC_FIELDS = {
+    "task_type": _is_string,
+    "dataset_type": _is_string,
+    "dataset_name": _is_string,
+    "metric_type": _is_string,
+    "metric_value": _is_number,
+    "metric_name": _is_string,
+}
+METRIC_REQUIRED = tuple(METRIC_FIELDS)[:-1]
 # Written by Keras and keras-hub, and not ours to set.
 _IGNORED = ("dtype", "bounding_box_format")
 
@@ -199,18 +241,32 @@ def check_json(files):
     if CONVERTER_FILE in files:
         converter = files[CONVERTER_FILE]["config"]
         _check_fields(CONVERTER_FILE, "config", converter, CONVERTER_FIELDS)
+    check_card(METADATA_FILE, files[METADATA_FILE].get("card", {}))
+
+
+def check_card(path, card):
+    """Raise unless `card` has known fields of known types."""
+    _check_fields(path, "card", card, CARD_FIELDS)
+    for metric in card.get("metrics", []):
+        _check_fields(path, "metrics", metric, METRIC_FIELDS, METRIC_REQUIRED)
 
 
 def _check_fields(path, section, values, fields, required=()):
     """Return the known fields of a section, or raise naming all faults."""
     if not isinstance(values, dict):
         raise ValueError(f"{path}: {section!r} must be an object.")
-    values = {k: v for k, v in values.items() if k not in _IGNORED}
-    faults = [
-        f"unknown field {k!r}" if k not in fields else f"{k} = {v!r}"
-        for k, v in values.items()
-        if k not in fields or not fields[k](v)
-    ] + [f"missing field {k!r}" for k in required if k not in values]
+    values = {
+        k: v for k, v in values.items() if k in fields or k not in _IGNORED
+    }
+    faults = [f"unknown field {k!r}" for k in values if k not in fields]
+    for name, check in fields.items():
+        if name in values and not check(values[name]):
+            expected = getattr(check, "expected", None)
+            faults.append(
+                f"{name} = {values[name]!r}"
+                + (f", expected {expected}" if expected else "")
+            )
+    faults += [f"missing field {k!r}" for k in required if k not in values]
     if faults:
         raise ValueError(f"{path} is not valid: {', '.join(faults)}.")
     return values
@@ -253,18 +309,34 @@ def read_converter(folder):
     )
 
 
+def read_metadata(folder):
+    """Return what a preset's metadata.json says."""
+    path = folder.path / METADATA_FILE
+    metadata = _check_fields(
+        path,
+        "metadata",
+        folder.read_json(METADATA_FILE),
+        METADATA_FIELDS,
+        METADATA_REQUIRED,
+    )
+    check_card(path, metadata.get("card", {}))
+    return metadata
+
+
 def check_size(folder, shards):
     """Raise if the config describes more than the weights hold.
 
     A hostile config would otherwise make the model, and the memory it takes,
     as large as it likes.
     """
-    config = read_backbone(folder)
-    width, mlp = config["hidden_dim"], config["mlp_dim"]
-    grid = zip(config["image_shape"], as_pair(config["patch_size"]))
-    positions = math.prod(size // patch for size, patch in grid)
-    described = config["num_layers"] * (4 * width**2 + 2 * width * mlp)
-    described += positions * width
+    sizes = {
+        name: math.prod(shape)
+        for name, shape in tensor_shapes(**read_backbone(folder)).items()
+    }
+    # Positions are resized to the config's grid, so they may exceed those that
+    # are stored.
+    positions = sizes.pop(POSITION_EMBEDDING)
+    described = max(positions, sum(sizes.values()))
     stored = sum(math.prod(spec.shape) for spec in shards.specs.values())
     if described > stored:
         raise ValueError(

@@ -220,6 +220,8 @@ def _check_replaceable(path):
         return
     if not path.is_dir():
         raise ValueError(f"{path} is a file, not a folder.")
+    if os.path.ismount(path):
+        raise _mount_error(path)
     if pathlib.Path.cwd().is_relative_to(path):
         raise ValueError(
             f"{path} is the working directory, or holds it. A save replaces "
@@ -231,6 +233,13 @@ def _check_replaceable(path):
             f"{path} holds other folders ({', '.join(folders[:3])}). A save "
             "replaces its folder as a whole; name one of its own."
         )
+
+
+def _mount_error(path):
+    return ValueError(
+        f"{path} is a mount point, or in use as one. A save replaces its "
+        "folder as a whole; name one below it."
+    )
 
 
 def _remove_leftovers(path):
@@ -282,6 +291,9 @@ def _swap(new, old):
     try:
         _exchange(new, old)
     except OSError as error:
+        if error.errno in (errno.EXDEV, errno.EBUSY):
+            # A mount of the same file system does not look like one before.
+            raise _mount_error(old) from None
         if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
             raise
         # Two steps, where the system has no exchange.

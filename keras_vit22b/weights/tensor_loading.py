@@ -91,31 +91,45 @@ def _check(shards, variables, old_grid):
     stored = shards.specs
     if not any(map(is_head, variables)):
         stored = {n: s for n, s in stored.items() if not is_head(n)}
-    faults = [f"missing: {n}" for n in variables if n not in stored]
-    faults += [
-        f"not part of the model: {n}" for n in stored if n not in variables
-    ]
+    shapes = {name: tuple(v.shape) for name, v in variables.items()}
+    faults = shape_faults(stored, shapes, old_grid)
     for name, variable in variables.items():
         if name not in stored:
             continue
-        spec, expected = stored[name], tuple(variable.shape)
-        if name == POSITION_EMBEDDING and old_grid is not None:
-            expected = (old_grid[0] * old_grid[1], expected[1])
-        if spec.shape != expected:
-            faults.append(f"{name} has shape {spec.shape}, expected {expected}")
-        wanted = dtype_of(variable)
-        if spec.dtype != wanted and not (
-            _is_float(spec.dtype) and _is_float(wanted)
-        ):
+        dtype, wanted = stored[name].dtype, dtype_of(variable)
+        if dtype != wanted and not (_is_float(dtype) and _is_float(wanted)):
             faults.append(
-                f"{name} is {spec.dtype}, expected {wanted}; only floats are "
-                "cast"
+                f"{name} is {dtype}, expected {wanted}; only floats are cast"
             )
     if faults:
         raise ValueError(
             f"The weights in {shards.path} do not fit the model:\n  "
             + "\n  ".join(faults)
         )
+
+
+def shape_faults(stored, shapes, old_grid):
+    """Return what is wrong with the names and shapes of stored tensors.
+
+    Args:
+        stored: dict from tensor name to `TensorSpec`.
+        shapes: dict from tensor name to the shape that the model has.
+        old_grid: `(rows, columns)` of the stored position table, or `None`
+            for that of the model.
+
+    Returns:
+        A list of strings.
+    """
+    faults = [f"missing: {n}" for n in shapes if n not in stored]
+    faults += [f"not part of the model: {n}" for n in stored if n not in shapes]
+    for name, expected in shapes.items():
+        if name == POSITION_EMBEDDING and old_grid is not None:
+            expected = (old_grid[0] * old_grid[1], expected[1])
+        if name in stored and stored[name].shape != expected:
+            faults.append(
+                f"{name} has shape {stored[name].shape}, expected {expected}"
+            )
+    return faults
 
 
 def _log_casts(shards, variables):

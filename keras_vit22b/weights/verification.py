@@ -4,9 +4,13 @@ import hashlib
 import math
 import pathlib
 
+from keras_vit22b.layers.patch_embedding import patch_grid
 from keras_vit22b.weights import preset_config
 from keras_vit22b.weights import preset_files
 from keras_vit22b.weights.preset_folder import PresetFolder
+from keras_vit22b.weights.tensor_loading import shape_faults
+from keras_vit22b.weights.tensor_shapes import scale_shapes
+from keras_vit22b.weights.tensor_shapes import tensor_shapes
 
 CHUNK = 16 * 1024 * 1024
 # Formats that can run code, or read other files, when they are loaded.
@@ -19,6 +23,9 @@ FORBIDDEN = {
 def verify_folder(path):
     """Check a preset folder: JSON, tensors, index and every file's sha256.
 
+    Each tensor that the config describes must be there, with its shape, and no
+    other.
+
     Args:
         path: path of the folder.
 
@@ -28,37 +35,64 @@ def verify_folder(path):
     Raises:
         ValueError: if anything is wrong; all faults are named.
     """
-    faults, tensors, sizes = [], {}, {}
     with PresetFolder(pathlib.Path(path)) as folder:
-        for check in (
-            preset_config.read_backbone,
-            preset_config.read_converter,
-        ):
-            try:
-                check(folder)
-            except ValueError as error:
-                faults.append(str(error))
+        return _verify(folder)
+
+
+def verify_preset(handle, **hub_options):
+    """Check what a handle of `from_preset` names, as `verify_folder` does.
+
+    Args:
+        handle: string or path.
+        **hub_options: of `open_preset`, for the Hub alone.
+    """
+    with preset_files.open_preset(handle, **hub_options) as folder:
+        return _verify(folder)
+
+
+def _verify(folder):
+    faults, sizes = [], {}
+
+    def attempt(check, *arguments):
         try:
-            shards = preset_files.open_weights(folder)
-            preset_config.check_size(folder, shards)
-            tensors = shards.specs
-            faults += _wrong_hashes(folder, set(shards.files.values()), sizes)
+            return check(*arguments)
         except ValueError as error:
             faults.append(str(error))
-        faults += [
-            f"{file.name} may run code when it is loaded"
-            for file in sorted(folder.path.iterdir())
-            if file.suffix.lower() in FORBIDDEN
-        ]
+
+    backbone = attempt(preset_config.read_backbone, folder)
+    # A folder without a config has said so.
+    head = backbone and attempt(preset_config.read_head, folder)
+    attempt(preset_config.read_converter, folder)
+    attempt(preset_config.read_metadata, folder)
+    shards = attempt(preset_files.open_weights, folder)
+    if backbone and shards:
+        faults += attempt(_shape_faults, backbone, head, shards) or []
+    if shards:
+        names = set(shards.files.values())
+        faults += attempt(_wrong_hashes, folder, names, sizes) or []
+    faults += [
+        f"{file.name} may run code when it is loaded"
+        for file in sorted(folder.path.iterdir())
+        if file.suffix.lower() in FORBIDDEN
+    ]
     if faults:
         raise ValueError(
-            f"{path} is not a sound preset:\n  " + "\n  ".join(faults)
+            f"{folder.source} is not a sound preset:\n  "
+            + "\n  ".join(dict.fromkeys(faults))
         )
     return {
-        "tensors": len(tensors),
+        "tensors": len(shards.specs),
         "files": len(sizes),
         "bytes": sum(sizes.values()),
     }
+
+
+def _shape_faults(backbone, head, shards):
+    num_classes = head["num_classes"] if head else None
+    shapes = tensor_shapes(**backbone, num_classes=num_classes)
+    shapes |= scale_shapes(shapes, shards.specs)
+    grid = patch_grid(backbone["image_shape"], backbone["patch_size"])
+    return shape_faults(shards.specs, shapes, shards.grid_size(grid))
 
 
 def list_tensors(folder):

@@ -56,6 +56,8 @@ class Preset:
         )
         backbone.image_converter = ViT22BImageConverter((8, 8))
         backbone.save_to_preset(folder, max_shard_size=3000)
+        # As if edited: a push would write another with the repository's name.
+        (folder / "README.md").write_text("A small model.\n")
         self.folder = folder
         self.files = {p.name: p.read_bytes() for p in folder.iterdir()}
         sha256 = hashlib.sha256()

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import pytest
+from huggingface_hub import ModelCard
 
 pytestmark = pytest.mark.any_backend
 
@@ -39,6 +40,7 @@ def test_push_pull_inspect_and_verify(server, client, preset):
         run("inspect", folder, "--json"),
         run("verify", folder),
         run("verify", folder, "--json"),
+        run("verify", "hf://org/m", "--json"),
     ]
     """
     )
@@ -62,6 +64,59 @@ def test_push_pull_inspect_and_verify(server, client, preset):
         assert row["name"] in outputs[4] and row["file"] in outputs[4]
     assert f"is sound: {len(tensors)} tensors" in outputs[7]
     assert json.loads(outputs[8])["tensors"] == len(tensors)
+    assert outputs[9] == outputs[8]
+
+
+def test_a_card_is_stated_from_files(server, client, tmp_path, make_backbone):
+    folder, other = tmp_path / "mine", tmp_path / "other"
+    make_backbone().save_to_preset(folder)
+    scores = {"5": {"mean": 0.9}}
+    record = {
+        "preset": str(folder),
+        "data": {"name": "digits"},
+        "accuracy": {"frozen features": scores, "raw pixels": scores},
+    }
+    card = {"license": "mit", "limits": "None."}
+    files = {
+        "card": card,
+        "probe": record,
+        "other": record | {"preset": str(other)},
+        "list": [],
+    }
+    paths = {}
+    for name, content in files.items():
+        paths[name] = tmp_path / f"{name}.json"
+        paths[name].write_text(json.dumps(content))
+    push = ["push", folder, "org/m"]
+    rows = [
+        [*push, "--card", paths["card"], "--probe", paths["probe"]],
+        [*push, "--probe", paths["other"]],
+        [*push, "--probe", paths["card"]],
+        [*push, "--card", paths["list"]],
+        [*push, "--card", tmp_path / "none.json"],
+        [*push, "--card", paths["probe"]],
+    ]
+    code = RUN + "\n    result = [run(*row) for row in rows]\n"
+    first, *others = client(code, "hf_write", values={"rows": rows}).value
+    assert first[0] == 0, first
+    text = (server.store.resolve(server.store.repos["org/m"], "main"))["files"][
+        "README.md"
+    ]
+    text = server.store.whole_blob(text["sha256"], text["size"]).read_text()
+    data = ModelCard(text).data
+    assert data.license == "mit"
+    assert [r.metric_value for r in data.eval_results] == [0.9]
+    messages = [
+        f"is of '{other}', not of {folder}",
+        "Expected the record of `keras-vit22b probe`",
+        "must hold a JSON object",
+        "No such file",
+        "unknown field 'preset'",
+    ]
+    for (code, output, errors), message in zip(others, messages, strict=True):
+        assert (code, output) == (1, ""), errors
+        assert message in errors and errors.count("\n") == 1
+    assert len(list(server.store.history("org/m"))) == 2
 
 
 def test_a_bad_input_is_a_plain_error(server, client, preset, tmp_path):
@@ -84,8 +139,9 @@ def test_a_bad_input_is_a_plain_error(server, client, preset, tmp_path):
         ("inspect", broken): "model-00001-of-00003.safetensors",
         ("inspect", "no_such_preset"): "Unknown preset",
         ("verify", broken): "model-00001-of-00003.safetensors",
-        ("verify", tmp_path / "none"): "There is no folder",
-        ("verify", tmp_path / "folder"): "config.json is not a file",
+        ("verify", tmp_path / "none"): "neither a built-in name nor a folder",
+        ("verify", tmp_path / "folder"): "it has no config.json",
+        ("verify", "hf://org/none"): "does not exist",
     }
     code = RUN + "\n    result = [run(*row) for row in rows]\n"
     values = {"rows": list(rows)}
@@ -97,5 +153,5 @@ def test_a_bad_input_is_a_plain_error(server, client, preset, tmp_path):
         assert message in errors, (row, errors)
         # One line, or a list of faults under it.
         assert all(f.startswith("  ") for f in errors.splitlines()[1:]), errors
-        lists = row[1] == broken or row[0] == "verify"
+        lists = row[1] == broken
         assert lists or errors.count("\n") == 1, (row, errors)

@@ -439,6 +439,8 @@ def test_only_the_files_of_a_preset_are_fetched(server, client, preset):
             "model.keras",
             "weights.pkl",
             "modeling.py",
+            "extra.json",
+            "task.json",
             "sub/config.json",
             "sub/model.safetensors",
             "config.json.exe",
@@ -499,6 +501,30 @@ def test_headers_are_looked_at_and_only_what_is_needed_is_fetched(
         for stop in (64, length)
     }
     assert {name for name, bytes_ in loaded - looked} == others
+
+
+def test_a_text_too_large_is_refused_before_it_is_fetched(
+    server, client, preset
+):
+    preset.stage(server)
+    limit = max(
+        len(content)
+        for name, content in preset.files.items()
+        if not name.endswith(".safetensors")
+    )
+    code = """
+        hub.LARGEST_TEXT = limit
+        load("hf://org/m")
+        hub.LARGEST_TEXT -= 1
+        mark()
+        result = attempt(load, "hf://org/m", cache_dir=cache)["message"]
+    """
+    cache = server.store.folder.parent / "cache"
+    values = {"limit": limit, "cache": cache}
+    message = client(code, values=values).value
+    assert f"has {limit:,} bytes; the limit is {limit - 1:,}." in message
+    assert not any("resolve/" in r.path for r in between_marks(server)[1])
+    assert hub.LARGEST_TEXT <= 100_000_000
 
 
 def edit(files, name, **changes):

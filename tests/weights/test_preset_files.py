@@ -7,6 +7,7 @@ import pytest
 
 from keras_vit22b import ViT22BBackbone
 from keras_vit22b import from_preset
+from keras_vit22b.models import abstract
 from keras_vit22b.weights import preset_files
 from keras_vit22b.weights.hub import parse_handle
 
@@ -257,17 +258,17 @@ def test_all_faults_are_named_at_once(folder):
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("pooling", "max", "pooling must be"),
-        ("norm", "batch", "norm must be"),
-        ("block", "serial", "block must be"),
-        ("activation", "relu", "activation must be"),
+        ("pooling", "max", "'max', expected 'map' or 'cls' or 'mean'"),
+        ("norm", "batch", "'batch', expected 'rms' or 'layer'"),
+        ("qk_norm", "batch", "'batch', expected 'rms' or 'layer' or None"),
+        ("block", "serial", "'serial', expected 'parallel' or 'sequential'"),
+        ("activation", "relu", "'relu', expected 'gelu_tanh' or 'gelu'"),
+        ("final_norm", "both", "'both', expected 'tokens' or 'pooled'"),
         ("num_heads", 3, "does not divide by num_heads 3"),
         ("image_shape", [9, 12, 3], "does not divide into 4 x 4 patches"),
     ],
 )
-def test_options_are_checked_as_in_the_constructor(
-    folder, field, value, message
-):
+def test_an_option_that_cannot_be_says_what_can(folder, field, value, message):
     edit_config(folder / "config.json", **{field: value})
     with pytest.raises(ValueError, match=message):
         from_preset(folder)
@@ -305,7 +306,7 @@ def test_another_class_is_refused(folder, registered_name):
         from_preset(folder)
 
 
-@pytest.mark.parametrize(
+BOMBS = pytest.mark.parametrize(
     "bomb",
     [
         {"num_layers": 1024},
@@ -316,6 +317,9 @@ def test_another_class_is_refused(folder, registered_name):
     ],
     ids=lambda bomb: next(iter(bomb)),
 )
+
+
+@BOMBS
 def test_a_config_larger_than_the_weights_is_refused_before_a_layer_is_made(
     folder, bomb, monkeypatch
 ):
@@ -324,6 +328,43 @@ def test_a_config_larger_than_the_weights_is_refused_before_a_layer_is_made(
     message = r"config.json describes at least [\d,]+ numbers, but the weights"
     with pytest.raises(ValueError, match=message):
         from_preset(folder)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        {"mlp_dim": 1_048_576, "hidden_dim": 131_072, "num_layers": 2},
+        # 2**32 tokens of 8 numbers: 137 GB.
+        {"image_shape": [65536, 65536, 3], "patch_size": 1},
+    ],
+    ids=lambda bomb: next(iter(bomb)),
+)
+def test_random_weights_larger_than_the_memory_are_refused(
+    folder, bomb, monkeypatch
+):
+    monkeypatch.setattr(abstract, "_memory", lambda: 64 * 10**9)
+    edit_config(folder / "config.json", **bomb)
+    message = r"needs [\d,.]+ GB for its weights, but this machine has 64.0 GB"
+    with pytest.raises(ValueError, match=message):
+        from_preset(folder, load_weights=False)
+    assert from_preset(folder, abstract=True).count_params() > 16 * 10**9
+
+
+def test_random_weights_as_large_as_the_memory_are_made(folder, monkeypatch):
+    needed = 4 * from_preset(folder).count_params()
+    monkeypatch.setattr(abstract, "_memory", lambda: needed)
+    assert from_preset(folder, load_weights=False).built
+    monkeypatch.setattr(abstract, "_memory", lambda: needed - 1)
+    with pytest.raises(ValueError, match="abstract=True.*dtype='bfloat16'"):
+        from_preset(folder, load_weights=False)
+    assert from_preset(folder, load_weights=False, dtype="bfloat16").built
+    monkeypatch.setattr(abstract, "_memory", lambda: None)
+    assert from_preset(folder, load_weights=False).built
+
+
+def test_a_config_with_a_larger_image_resizes_positions(folder):
+    edit_config(folder / "config.json", image_shape=[16, 24, 3])
+    assert from_preset(folder).image_shape == (16, 24, 3)
 
 
 def test_a_config_of_another_small_model_is_refused(folder):

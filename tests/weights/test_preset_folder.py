@@ -221,6 +221,24 @@ def test_another_error_of_the_exchange_changes_nothing(folder, monkeypatch):
     assert os.listdir(folder.parent) == ["preset"]
 
 
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EBUSY])
+def test_a_mount_point_is_left_as_it_is(folder, monkeypatch, number):
+    def refuse(new, old):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(preset_folder, "_exchange", refuse)
+    with pytest.raises(ValueError, match="preset is a mount point.*below it"):
+        save(folder, config="new")
+    assert contents(folder) == {"config.json": b'{"age": "old"}'}
+    assert os.listdir(folder.parent) == ["preset"]
+
+
+def test_a_mount_point_is_refused_before_anything_is_written():
+    with pytest.raises(ValueError, match="/proc is a mount point.*below it"):
+        with replacing_folder("/proc"):
+            raise AssertionError("Written to.")
+
+
 def test_all_is_on_disk_before_it_is_put_in_place(folder, monkeypatch):
     events = []
     fsync, exchange = os.fsync, preset_folder._exchange

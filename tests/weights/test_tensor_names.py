@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_vit22b import ViT22BImageClassifier
+from keras_vit22b.weights.tensor_shapes import tensor_shapes
 
 EMBEDDING = {
     "patch_embedding.kernel": (48, 8),
@@ -141,8 +142,11 @@ FORMATS = {
 
 @pytest.mark.parametrize("options, expected", FORMATS.values(), ids=FORMATS)
 def test_names_and_shapes_are_the_format(make_backbone, options, expected):
-    tensors = make_backbone(**options).tensors()
-    assert {n: tuple(v.shape) for n, v in tensors.items()} == expected
+    """Of a model, and of its config alone."""
+    backbone = make_backbone(**options)
+    shapes = {n: tuple(v.shape) for n, v in backbone.tensors().items()}
+    assert shapes == expected
+    assert tensor_shapes(**backbone.get_config()) == expected
 
 
 def test_a_classifier_adds_its_head(make_backbone):
@@ -152,6 +156,18 @@ def test_a_classifier_adds_its_head(make_backbone):
     assert {n: tuple(v.shape) for n, v in added.items()} == {
         "head.kernel": (8, 5),
         "head.bias": (5,),
+    }
+    config = backbone.get_config()
+    assert tensor_shapes(**config, num_classes=5) == {
+        name: tuple(v.shape) for name, v in tensors.items()
+    }
+
+
+def test_a_config_says_only_what_is_not_the_default(make_backbone):
+    sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 16}
+    tensors = make_backbone(**sizes).tensors()
+    assert tensor_shapes((8, 12, 3), 4, **sizes) == {
+        name: tuple(v.shape) for name, v in tensors.items()
     }
 
 

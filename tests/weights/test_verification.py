@@ -4,12 +4,17 @@ import json
 import os
 
 import pytest
+from safetensors.numpy import load_file
+from safetensors.numpy import save_file
 
+from keras_vit22b import ViT22BImageClassifier
 from keras_vit22b import ViT22BImageConverter
+from keras_vit22b.cli import DEFAULT_PRESET
 from keras_vit22b.weights.preset_folder import PresetFolder
 from keras_vit22b.weights.safetensors_file import SafetensorsFile
 from keras_vit22b.weights.verification import list_tensors
 from keras_vit22b.weights.verification import verify_folder
+from keras_vit22b.weights.verification import verify_preset
 
 SHARD = "model-00002-of-00003.safetensors"
 
@@ -66,6 +71,57 @@ def test_all_faults_are_named_at_once(folder):
     )
 
 
+def edit_config(folder, section="config", **changes):
+    config = json.loads((folder / "config.json").read_text())
+    config[section] = config.get(section, {}) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "changes, faults",
+    [
+        ({"num_layers": 3}, ["missing: blocks.2.norm.scale"]),
+        ({"num_layers": 1}, ["not part of the model: blocks.1.norm.scale"]),
+        (
+            {"mlp_dim": 18},
+            [
+                "pooling.mlp_in.bias has shape (16,), expected (18,)",
+                "blocks.1.in_projection.mlp_bias has shape (2, 8), expected",
+            ],
+        ),
+        ({"pooling": "mean"}, ["not part of the model: pooling.probe"]),
+        ({"norm": "layer"}, ["missing: final_norm.bias"]),
+        ({"num_heads": 3}, ["hidden_dim 8 does not divide by num_heads 3"]),
+        ({"num_layers": 1024}, ["missing: blocks.1023.norm.scale"]),
+    ],
+    ids=lambda changes: str(changes)[:20],
+)
+def test_tensors_are_those_of_the_config(folder, changes, faults):
+    edit_config(folder, **changes)
+    assert_refused(folder, *faults)
+
+
+def test_a_head_is_as_large_as_the_config_says(make_backbone, tmp_path):
+    folder = tmp_path / "preset"
+    ViT22BImageClassifier(make_backbone(), 5).save_to_preset(folder)
+    assert verify_folder(folder)["tensors"] > len(make_backbone().tensors())
+    edit_config(folder, "head", num_classes=4)
+    assert_refused(folder, "head.kernel has shape (8, 5), expected (8, 4)")
+    edit_config(folder, "head", num_classes=0)
+    assert_refused(folder, "num_classes = 0")
+
+
+def test_a_head_without_tensors_is_missing(folder):
+    edit_config(folder, "head", num_classes=4)
+    assert_refused(folder, "missing: head.kernel", "missing: head.bias")
+
+
+def test_a_built_in_preset_is_sound_or_has_no_weights():
+    assert verify_preset(DEFAULT_PRESET)["files"] == 1
+    with pytest.raises(ValueError, match="were never released"):
+        verify_preset("vit22b_patch14_224")
+
+
 @pytest.mark.parametrize(
     "name",
     ["x.bin", "x.h5", "x.keras", "x.npz", "x.PKL", "x.pt", "x.ckpt", "x.hdf5"],
@@ -91,6 +147,22 @@ def test_hashes_are_those_of_the_shards(folder, edit, message):
     edit(metadata["sha256"])
     (folder / "metadata.json").write_text(json.dumps(metadata))
     assert_refused(folder, message)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"parameter_count": "many"}, "parameter_count = 'many'"),
+        ({"dtype": None}, "dtype = None"),
+        ({"card": {"licence": "mit"}}, "unknown field 'licence'"),
+        ({"module": "os"}, "unknown field 'module'"),
+    ],
+    ids=str,
+)
+def test_metadata_has_known_fields(folder, changes, message):
+    metadata = json.loads((folder / "metadata.json").read_text())
+    (folder / "metadata.json").write_text(json.dumps(metadata | changes))
+    assert_refused(folder, "metadata.json is not valid: ", message)
 
 
 @pytest.mark.parametrize("value", [None, [], "x"])
@@ -127,3 +199,19 @@ def test_an_inspection_reads_headers_alone(folder, make_backbone, monkeypatch):
     assert {row["dtype"] for row in rows} == {"float32"}
     total = index["metadata"]["total_size"]
     assert sum(row["bytes"] for row in rows) == total
+
+
+@pytest.mark.parametrize("block", ["parallel", "sequential"])
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`")
+def test_int8_kernels_need_their_scales(make_backbone, tmp_path, block):
+    backbone = make_backbone(block=block)
+    backbone.quantize("int8")
+    backbone.save_to_preset(tmp_path)
+    assert verify_folder(tmp_path)["tensors"] == len(backbone.tensors())
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "pooling.out.kernel_scale"
+    assert tensors[name].shape == (1, 1, 8)
+    tensors[name] = tensors[name].reshape(8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name} has shape"):
+        verify_folder(tmp_path)
