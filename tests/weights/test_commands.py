@@ -121,6 +121,7 @@ def test_a_card_is_stated_from_files(server, client, tmp_path, make_backbone):
 
 def test_a_bad_input_is_a_plain_error(server, client, preset, tmp_path):
     preset.stage(server)
+    server.store.create("org/empty")
     broken = tmp_path / "broken"
     broken.mkdir()
     for name, content in preset.files.items():
@@ -130,7 +131,7 @@ def test_a_bad_input_is_a_plain_error(server, client, preset, tmp_path):
     rows = {
         ("push", broken, "org/m"): "model-00001-of-00003.safetensors",
         ("push", tmp_path / "none", "org/m"): "There is no folder",
-        ("push", preset.folder, "org/m"): "a token that may write there",
+        ("push", preset.folder, "org/empty"): "a token that may write there",
         ("pull", "hf://org/none"): "does not exist",
         ("pull", "hf://org/m@v9"): "no such revision",
         ("pull", "hf://org/m@v9", "--revision", "v8"): "names revision 'v9'",

@@ -116,6 +116,8 @@ def make_preset():
         for weight in backbone.weights:
             weight.assign(generator.normal(size=weight.shape))
         backbone.save_to_preset(path, max_shard_size=60_000)
+        # A push would make another card; one that was written by hand it keeps.
+        (path / "README.md").write_text(f"# {path.name}\n")
         return path
 
     return make_preset
