@@ -116,8 +116,9 @@ def test_a_card_is_stated_from_files(server, client, tmp_path, make_backbone):
     assert len(list(server.store.history("org/m"))) == 2
 
 
-def test_a_bad_input_is_a_plain_error(server, client, preset, tmp_path):
-    preset.stage(server)
+def test_a_bad_input_is_a_plain_error(server, client, presets, tmp_path):
+    preset, other = presets
+    other.stage(server)
     broken = tmp_path / "broken"
     broken.mkdir()
     for name, content in preset.files.items():
