@@ -16,7 +16,7 @@ test: $(VENV)/.test-installed
 		if $(BIN)/python -c "import $$backend" 2>/dev/null; then \
 			echo "== $$backend =="; \
 			KERAS_BACKEND=$$backend TF_CPP_MIN_LOG_LEVEL=3 \
-				$(BIN)/python -m pytest || exit 1; \
+				$(BIN)/python -m pytest --numprocesses 2 || exit 1; \
 		else echo "== $$backend is not installed =="; fi; \
 	done
 
