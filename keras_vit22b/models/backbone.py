@@ -6,6 +6,7 @@ Reference: ViT-22B, https://arxiv.org/abs/2302.05442
 import keras
 import keras_hub
 
+from keras_vit22b.distribution.sharding import check_distribution
 from keras_vit22b.layers import AttentionPooling
 from keras_vit22b.layers import ParallelBlock
 from keras_vit22b.layers import PatchEmbedding
@@ -14,6 +15,7 @@ from keras_vit22b.layers import TokenPooling
 from keras_vit22b.layers.normalization import make_norm
 from keras_vit22b.layers.patch_embedding import patch_grid
 from keras_vit22b.layers.transformer_block import check_rate
+from keras_vit22b.models.padded_model import PaddedModel
 from keras_vit22b.models.preset_model import PresetModel
 from keras_vit22b.models.preset_model import preset_json
 from keras_vit22b.weights import preset_config
@@ -24,7 +26,7 @@ POOLINGS = ("map", "cls", "mean")
 
 
 @keras.saving.register_keras_serializable(package="keras_vit22b")
-class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
+class ViT22BBackbone(PresetModel, keras_hub.models.Backbone, PaddedModel):
     """A vision transformer with parallel blocks and query and key norms.
 
     The defaults are the paper's: RMS norms, no biases on queries, keys and
@@ -186,6 +188,15 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
             self.pooler = TokenPooling(
                 pooling, num_prefix_tokens=prefix, dtype=dtype, name="pooling"
             )
+
+        # Before weights are made, since JAX's error would not name them. What
+        # fits this kernel fits all: only heads and the width are split.
+        head_dim, share = hidden_dim // num_heads, mlp_dim // num_heads
+        path, features = {
+            "parallel": ("block_0/in_projection/kernel", 3 * head_dim + share),
+            "sequential": ("block_0/qkv_projection/kernel", 3 * head_dim),
+        }[block]
+        check_distribution(path, (hidden_dim, num_heads, features))
 
         # === Functional Model ===
         images = keras.Input(shape=image_shape, name="images")
