@@ -11,6 +11,9 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_vit22b.layers.on_mesh import active_mesh
+from keras_vit22b.layers.on_mesh import layout_axes
+
 
 @keras.saving.register_keras_serializable(package="keras_vit22b")
 class FusedGlorotUniform(keras.initializers.RandomUniform):
@@ -67,6 +70,21 @@ class _GroupedProjection(keras.layers.EinsumDense):
             **self._einsum(hidden_dim, num_heads, mlp_dim, use_bias), **kwargs
         )
 
+    def call(self, inputs, training=None):
+        mesh = active_mesh()
+        if mesh is None:
+            return super().call(inputs, training=training)
+        kernel = next(w for w in self.weights if w.name == "kernel")
+        outputs = self._contract_on(
+            mesh,
+            ops.convert_to_tensor(inputs),
+            ops.convert_to_tensor(self.kernel),  # With LoRA, if enabled.
+            layout_axes(kernel),
+        )
+        if self.bias is not None:
+            outputs = ops.add(outputs, self.bias)
+        return outputs if self.activation is None else self.activation(outputs)
+
     def quantize(self, mode=None, type_check=True, config=None):
         # Keras quantizes no subclass unless told that it may.
         super().quantize(mode, type_check=False, config=config)
@@ -98,6 +116,10 @@ class InProjection(_GroupedProjection):
         A tensor `(batch, tokens, num_heads, 3 * head_dim + mlp_dim /
         num_heads)`; each head holds `[q | k | v | mlp]`.
     """
+
+    @staticmethod
+    def _contract_on(mesh, inputs, kernel, axes):
+        return mesh.all_gather_matmul(inputs, kernel, axes)
 
     @staticmethod
     def _einsum(hidden_dim, num_heads, mlp_dim, use_bias):
@@ -135,6 +157,10 @@ class OutProjection(_GroupedProjection):
     Returns:
         A tensor `(batch, tokens, hidden_dim)`.
     """
+
+    @staticmethod
+    def _contract_on(mesh, inputs, kernel, axes):
+        return mesh.matmul_reduce_scatter(inputs, kernel, axes)
 
     @staticmethod
     def _einsum(hidden_dim, num_heads, mlp_dim, use_bias):

@@ -1,0 +1,26 @@
+"""What layers ask of a mesh that runs their matmuls.
+
+Layers know such a mesh by its methods alone, those of
+`keras_vit22b.distribution.OverlapMesh`.
+"""
+
+import keras
+
+
+def active_mesh():
+    """Return the mesh of the current distribution if it runs matmuls."""
+    distribution = keras.distribution.distribution()
+    mesh = getattr(distribution, "device_mesh", None)
+    return mesh if hasattr(mesh, "all_gather_matmul") else None
+
+
+def shard_tokens(tokens):
+    """Shard tokens `(batch, tokens, d)` by batch over the whole mesh."""
+    mesh = active_mesh()
+    return tokens if mesh is None else mesh.shard_tokens(tokens)
+
+
+def layout_axes(variable):
+    """Return the mesh axis or `None` of each dimension of a variable."""
+    distribution = keras.distribution.distribution()
+    return distribution.get_variable_layout(variable).axes
