@@ -6,6 +6,7 @@ Reference: ViT-22B, https://arxiv.org/abs/2302.05442
 import keras
 import keras_hub
 
+from keras_vit22b.distribution.sharding import check_distribution
 from keras_vit22b.layers import AttentionPooling
 from keras_vit22b.layers import ParallelBlock
 from keras_vit22b.layers import PatchEmbedding
@@ -186,6 +187,15 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
             self.pooler = TokenPooling(
                 pooling, num_prefix_tokens=prefix, dtype=dtype, name="pooling"
             )
+
+        # Before weights are made, since JAX's error would not name them. What
+        # fits this kernel fits all: only heads and the width are split.
+        head_dim, share = hidden_dim // num_heads, mlp_dim // num_heads
+        path, features = {
+            "parallel": ("block_0/in_projection/kernel", 3 * head_dim + share),
+            "sequential": ("block_0/qkv_projection/kernel", 3 * head_dim),
+        }[block]
+        check_distribution(path, (hidden_dim, num_heads, features))
 
         # === Functional Model ===
         images = keras.Input(shape=image_shape, name="images")

@@ -1,9 +1,10 @@
-"""What backbone and classifier share: presets and weights on disk."""
+"""What backbone and classifier share: presets, weights on disk, layouts."""
 
 import pathlib
 
 import keras
 
+from keras_vit22b.distribution import sharding
 from keras_vit22b.models.abstract import abstract_build
 from keras_vit22b.models.abstract import initialize_missing
 from keras_vit22b.models.abstract import is_abstract
@@ -109,6 +110,41 @@ class PresetModel:
                 model._note_abstract()
                 model._compile_default()
             return model
+
+    @staticmethod
+    def get_layout_map(device_mesh, *, fsdp=False):
+        """Return the layouts of all weights on a mesh of devices (JAX).
+
+        "batch" splits images, "model" splits attention heads and MLP units.
+
+        Args:
+            device_mesh: a `keras.distribution.DeviceMesh` with the axes
+                "batch" and "model". The number of heads must divide by
+                "model".
+            fsdp: bool. Whether "batch" splits kernels and their optimizer
+                state as well, which saves memory and costs transfers. The
+                width must then divide by "batch". Defaults to `False`.
+
+        Returns:
+            A `keras.distribution.LayoutMap`. More layouts can be added, for
+            weights of a model around this one.
+
+        Raises:
+            ValueError: if the backend is not JAX, or the mesh has other axes.
+
+        Example:
+        ```python
+        mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"])
+        layouts = keras_vit22b.ViT22BBackbone.get_layout_map(mesh)
+        keras.distribution.set_distribution(
+            keras.distribution.ModelParallel(
+                layout_map=layouts, batch_dim_name="batch"
+            )
+        )
+        model = keras_vit22b.ViT22BImageClassifier.from_preset(...)
+        ```
+        """
+        return sharding.layout_map(device_mesh, fsdp=fsdp)
 
     def _compile_default(self):
         """Compile as the constructor does; an abstract build cannot."""

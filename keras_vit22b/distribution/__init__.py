@@ -1,0 +1,24 @@
+"""Models over many devices, by `keras.distribution` on JAX.
+
+Names are imported on first use, so that other backends never load JAX.
+"""
+
+import importlib
+
+_PUBLIC = {
+    "coverage": "keras_vit22b.distribution.coverage_report",
+}
+
+__all__ = [*_PUBLIC]
+
+
+def __getattr__(name):
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(
+        f"module 'keras_vit22b.distribution' has no attribute {name!r}"
+    )
+
+
+def __dir__():
+    return __all__
