@@ -11,6 +11,9 @@ import math
 import keras
 import numpy as np
 
+from keras_vit22b.distribution.sharding import AXIS_NAMES
+from keras_vit22b.distribution.sharding import check_backend
+
 OVERLAPS = ("auto", "ring", "xla", "off")
 
 
@@ -26,7 +29,7 @@ class OverlapMesh(keras.distribution.DeviceMesh):
     """
 
     def __init__(self, devices, overlap):
-        super().__init__(devices.shape, ["batch", "model"], devices)
+        super().__init__(devices.shape, AXIS_NAMES, devices)
         self.overlap = overlap
 
     def shard_tokens(self, tokens):
@@ -44,7 +47,7 @@ class OverlapMesh(keras.distribution.DeviceMesh):
 
         Args:
             x: tensor `(batch, tokens, d)`, from `shard_tokens`.
-            kernel: tensor `(d, heads, f)`.
+            kernel: tensor `(d, heads, f)`, or `(d, f)` with `f` for the heads.
             axes: mesh axis or `None` for each dimension of the kernel.
 
         Raises:
@@ -54,10 +57,11 @@ class OverlapMesh(keras.distribution.DeviceMesh):
         """
         why_not = self._why_not(x, heads=kernel.shape[1])
         if why_not:
-            return self._plain("btd,dhf->bthf", x, kernel, why_not)
+            self._refuse(why_not)
+            return keras.ops.tensordot(x, kernel, 1)
         if self.overlap == "xla":
             x = self._constrain(x, ("batch", "model"))
-            y = keras.ops.einsum("btd,dhf->bthf", x, kernel)
+            y = keras.ops.tensordot(x, kernel, 1)
             return self._constrain(y, "batch", None, "model", None)
         # Here, since JAX need not be there until a mesh is used.
         from keras_vit22b.distribution import ring
@@ -70,8 +74,8 @@ class OverlapMesh(keras.distribution.DeviceMesh):
         """Return `einsum("bthf,hfd->btd", y, kernel)`, sharded as tokens.
 
         Args:
-            y: tensor `(batch, tokens, heads, f)`.
-            kernel: tensor `(heads, f, d)`.
+            y: tensor `(batch, tokens, heads, f)`, or `(batch, tokens, f)`.
+            kernel: tensor `(heads, f, d)` or `(f, d)`.
             axes: mesh axis or `None` for each dimension of the kernel.
 
         Raises:
@@ -81,10 +85,11 @@ class OverlapMesh(keras.distribution.DeviceMesh):
         """
         why_not = self._why_not(y, heads=kernel.shape[0])
         if why_not:
-            return self._plain("bthf,hfd->btd", y, kernel, why_not)
+            self._refuse(why_not)
+            return keras.ops.tensordot(y, kernel, len(kernel.shape) - 1)
         if self.overlap == "xla":
             y = self._constrain(y, "batch", None, "model", None)
-            z = keras.ops.einsum("bthf,hfd->btd", y, kernel)
+            z = keras.ops.tensordot(y, kernel, len(kernel.shape) - 1)
             return self._constrain(z, ("batch", "model"))
         from keras_vit22b.distribution import ring
 
@@ -103,17 +108,16 @@ class OverlapMesh(keras.distribution.DeviceMesh):
                 f"{batch} x {model} devices"
             )
         if heads is not None and heads % model:
-            return f"{heads} heads do not divide by model={model}"
+            return f"{heads} heads or units do not divide by model={model}"
         return None
 
-    def _plain(self, equation, x, kernel, why_not):
+    def _refuse(self, why_not):
         if self.overlap == "ring":
             raise ValueError(
                 f"overlap='ring' cannot run a matmul, since {why_not}. Use "
                 "sizes that divide, or overlap='auto', which takes the plain "
                 "matmul there."
             )
-        return keras.ops.einsum(equation, x, kernel)
 
     def _constrain(self, tensor, *spec):
         from jax.sharding import NamedSharding
@@ -157,9 +161,8 @@ def device_mesh(*, batch, model, overlap="auto", devices=None):
         An `OverlapMesh`, for `get_layout_map` and `keras.distribution`.
 
     Raises:
-        ValueError: if `batch * model` is not the number of devices, or
-            `overlap` is unknown.
-        RuntimeError: if the backend is not JAX.
+        ValueError: if `batch * model` is not the number of devices,
+            `overlap` is unknown, or the backend is not JAX.
 
     Example:
     ```python
@@ -172,13 +175,7 @@ def device_mesh(*, batch, model, overlap="auto", devices=None):
     )
     ```
     """
-    if keras.config.backend() != "jax":
-        raise RuntimeError(
-            "Keras shards models on the JAX backend alone. Received: "
-            f"{keras.config.backend()}. Set KERAS_BACKEND=jax, or, on "
-            "TensorFlow, copy the model to each device by "
-            "tf.distribute.MirroredStrategy."
-        )
+    check_backend()
     if overlap not in OVERLAPS:
         raise ValueError(
             f"overlap must be {', '.join(map(repr, OVERLAPS[:-1]))} or "
@@ -212,16 +209,12 @@ def initialize(job_addresses=None, num_processes=None, process_id=None):
         process_id: int, from 0 to `num_processes - 1`.
 
     Raises:
-        ValueError: if the arguments contradict each other.
-        RuntimeError: if the backend is not JAX, devices are in use already,
-            or the other processes cannot be reached.
+        ValueError: if the arguments contradict each other, or the backend is
+            not JAX.
+        RuntimeError: if devices are in use already, or the other processes
+            cannot be reached.
     """
-    if keras.config.backend() != "jax":
-        raise RuntimeError(
-            "Several hosts are joined on the JAX backend. Received: "
-            f"{keras.config.backend()}. Set KERAS_BACKEND=jax, or, on "
-            "TensorFlow, use tf.distribute.MultiWorkerMirroredStrategy."
-        )
+    check_backend()
     if num_processes is not None and process_id is not None:
         if not 0 <= process_id < num_processes:
             raise ValueError(
