@@ -7,6 +7,8 @@ even makes a ring's transfers synchronous.
 
 import itertools
 import math
+import os
+import warnings
 
 import keras
 import numpy as np
@@ -15,6 +17,20 @@ from keras_vit22b.distribution.sharding import AXIS_NAMES
 from keras_vit22b.distribution.sharding import check_backend
 
 OVERLAPS = ("auto", "ring", "xla", "off")
+
+# Without these libtpu (0.0.42) stops the chip for a weight's gather or for
+# its gradient's exchange; transfers of rings never need one.
+_ASYNC = {
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_all_to_all": "true",
+}
+# v5p hides a gather in fusions, as v5e does by default; v4 refuses these.
+_FUSED = {
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+    "xla_tpu_overlap_compute_collective_tc": "true",
+}
 
 
 class OverlapMesh(keras.distribution.DeviceMesh):
@@ -31,6 +47,19 @@ class OverlapMesh(keras.distribution.DeviceMesh):
     def __init__(self, devices, overlap):
         super().__init__(devices.shape, AXIS_NAMES, devices)
         self.overlap = overlap
+
+    @property
+    def compiler_options(self):
+        """dict. Flags of libtpu that hide weight gathers and gradients.
+
+        In training, `LIBTPU_INIT_ARGS` holds them as `--flag=true`, set
+        before Python starts. Empty where there are no TPUs.
+        """
+        device = self.devices.flat[0]
+        if getattr(device, "platform", None) != "tpu":
+            return {}
+        is_v5p = device.device_kind in ("TPU v5", "TPU v5p")
+        return {**_ASYNC, **(_FUSED if is_v5p else {})}
 
     def shard_tokens(self, tokens):
         """Shard the batch of `tokens` over both axes, if it divides.
@@ -96,6 +125,17 @@ class OverlapMesh(keras.distribution.DeviceMesh):
         return ring.matmul_reduce_scatter(
             y, kernel, **self._ring_options(kernel, axes, heads=0)
         )
+
+    def remat(self, function):
+        """Return `keras.remat(function)`, that does not hold kernels back.
+
+        In the backward pass, what `function` reads beside its argument, such
+        as kernels over "batch", may be gathered before its turn has come.
+        """
+        import jax
+
+        # Of the argument alone; of what is closed over in no case.
+        return jax.checkpoint(function, prevent_cse=(True,))
 
     def _why_not(self, tokens, heads=None):
         """Return why sizes do not divide by the mesh, or `None`."""
@@ -181,7 +221,8 @@ def device_mesh(*, batch, model, overlap="auto", devices=None):
             f"overlap must be {', '.join(map(repr, OVERLAPS[:-1]))} or "
             f"{OVERLAPS[-1]!r}. Received: {overlap!r}."
         )
-    if devices is None:
+    at_hand = devices is None
+    if at_hand:
         import jax
 
         devices = jax.devices()
@@ -193,7 +234,17 @@ def device_mesh(*, batch, model, overlap="auto", devices=None):
             f"{batch * model} devices and there are {count}, for which "
             f"(batch, model) can be {', '.join(work)}."
         )
-    return OverlapMesh(order_devices(devices, batch, model), overlap)
+    mesh = OverlapMesh(order_devices(devices, batch, model), overlap)
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    missing = [f for f in mesh.compiler_options if f not in flags]
+    if at_hand and missing and overlap in ("auto", "ring"):
+        warnings.warn(
+            "Gathers of weights and exchanges of gradients will not be "
+            "hidden. Before Python starts, add to LIBTPU_INIT_ARGS: "
+            f"{' '.join(f'--{flag}=true' for flag in missing)}",
+            stacklevel=2,
+        )
+    return mesh
 
 
 def initialize(job_addresses=None, num_processes=None, process_id=None):

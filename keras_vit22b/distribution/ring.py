@@ -97,8 +97,7 @@ def _shard_map(run, mesh, kernel_spec, in_spec, out_spec):
 
     def run_with_whole_kernel(x, kernel):
         for axis in gathered:
-            # The transpose is a reduce-scatter of the gradient.
-            kernel = lax.all_gather(kernel, BATCH, axis=axis, tiled=True)
+            kernel = _gather_kernel(kernel, axis, mesh.shape[BATCH])
         return run(x, kernel, mesh.shape[MODEL])
 
     return jax.shard_map(
@@ -109,6 +108,30 @@ def _shard_map(run, mesh, kernel_spec, in_spec, out_spec):
         check_vma=False,
     )
 
+
+# === Kernels over "batch" ===
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_kernel(kernel, axis, size):
+    del size
+    return lax.all_gather(kernel, BATCH, axis=axis, tiled=True)
+
+
+def _gather_kernel_forward(kernel, axis, size):
+    return _gather_kernel(kernel, axis, size), None
+
+
+def _gather_kernel_backward(axis, size, residuals, dw):
+    # A reduce-scatter, as an exchange and a sum, since libtpu has no
+    # asynchronous reduce-scatter. And the sum is float32.
+    del residuals
+    parts = dw.reshape(*dw.shape[:axis], size, -1, *dw.shape[axis + 1 :])
+    parts = lax.all_to_all(jnp.moveaxis(parts, axis, 0), BATCH, 0, 0)
+    return (jnp.sum(parts, axis=0, dtype=jnp.float32).astype(dw.dtype),)
+
+
+_gather_kernel.defvjp(_gather_kernel_forward, _gather_kernel_backward)
 
 # === Without rings ===
 

@@ -1,6 +1,7 @@
 """The "model" axis of a mesh is a ring of links."""
 
 import types
+import warnings
 
 import keras
 import numpy as np
@@ -103,6 +104,22 @@ def test_a_mesh_that_does_not_fill_the_devices_names_those_that_do():
     devices = list(np.arange(8))
     with pytest.raises(ValueError, match=r"needs 6 .* are 8, .*\(2, 4\)"):
         device_mesh(batch=2, model=3, devices=devices)
+
+
+@jax_only
+def test_flags_that_hide_weight_gathers_are_asked_for(monkeypatch):
+    import jax
+
+    devices = chips("TPU v5", (2, 2, 2))
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    with pytest.warns(UserWarning, match="--xla_enable_async_all_gather=true"):
+        mesh = device_mesh(batch=1, model=8)
+    flags = " ".join(f"--{f}=true" for f in mesh.compiler_options)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        device_mesh(batch=1, model=8)
 
 
 @jax_only
