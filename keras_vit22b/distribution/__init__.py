@@ -6,7 +6,10 @@ Names are imported on first use, so that other backends never load JAX.
 import importlib
 
 _PUBLIC = {
+    "OverlapMesh": "keras_vit22b.distribution.mesh",
     "coverage": "keras_vit22b.distribution.coverage_report",
+    "device_mesh": "keras_vit22b.distribution.mesh",
+    "initialize": "keras_vit22b.distribution.mesh",
 }
 
 __all__ = [*_PUBLIC]

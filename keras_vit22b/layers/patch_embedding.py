@@ -8,6 +8,8 @@ import numbers
 import keras
 from keras import ops
 
+from keras_vit22b.layers.on_mesh import shard_tokens
+
 
 @keras.saving.register_keras_serializable(package="keras_vit22b")
 class PatchEmbedding(keras.layers.Layer):
@@ -125,7 +127,7 @@ class PatchEmbedding(keras.layers.Layer):
         )
         tokens = tokens + ops.cast(positions, tokens.dtype)
         if not self.num_prefix_tokens:
-            return tokens
+            return shard_tokens(tokens)
         prefix = []
         if self.class_token:
             prefix.append(
@@ -138,7 +140,7 @@ class PatchEmbedding(keras.layers.Layer):
         prefix = ops.tile(
             ops.cast(prefix, tokens.dtype), (ops.shape(tokens)[0], 1, 1)
         )
-        return ops.concatenate([prefix, tokens], axis=1)
+        return shard_tokens(ops.concatenate([prefix, tokens], axis=1))
 
     def compute_output_shape(self, input_shape):
         rows, columns = patch_grid(input_shape[1:], self.patch_size)

@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_vit22b.layers.on_mesh import remat
+from keras_vit22b.layers.on_mesh import shard_tokens
 from keras_vit22b.layers.projections import check_divides
 from keras_vit22b.layers.qk_norm_attention import QKNormAttention
 from keras_vit22b.layers.qk_norm_attention import attention_maps_spec
@@ -107,7 +109,7 @@ class TransformerBlock(keras.layers.Layer):
         def forward(x):
             return self._forward(x, list(seeds), return_attention=False)[0]
 
-        return keras.remat(forward)(inputs) if self.remat else forward(inputs)
+        return remat(forward)(inputs) if self.remat else forward(inputs)
 
     def _build_attention(self, input_shape):
         heads = (*input_shape[:2], self.num_heads, self.head_dim)
@@ -148,9 +150,10 @@ class TransformerBlock(keras.layers.Layer):
         if scale is not None:
             branch = branch * ops.cast(scale, branch.dtype)
         per_sample = (ops.shape(branch)[0], 1, 1)
-        return inputs + self._drop(
+        outputs = inputs + self._drop(
             branch, self.drop_path_rate, seeds, per_sample
         )
+        return shard_tokens(outputs)
 
     def compute_output_shape(self, input_shape):
         return input_shape

@@ -1,0 +1,439 @@
+"""Meshes of devices, ordered along the links between them (JAX).
+
+`keras.distribution.DeviceMesh` takes devices as they are listed, so that
+neighbours on an axis may be far apart. On TPU v5e and v6e the compiler then
+even makes a ring's transfers synchronous.
+"""
+
+import itertools
+import math
+import os
+import warnings
+
+import keras
+import numpy as np
+
+from keras_vit22b.distribution.sharding import AXIS_NAMES
+from keras_vit22b.distribution.sharding import check_backend
+
+OVERLAPS = ("auto", "ring", "xla", "off")
+
+# Without these libtpu (0.0.42) stops the chip for a weight's gather or for
+# its gradient's exchange; transfers of rings never need one.
+_ASYNC = {
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_all_to_all": "true",
+}
+# v5p hides a gather in fusions, as v5e does by default; v4 refuses these.
+_FUSED = {
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+    "xla_tpu_overlap_compute_collective_tc": "true",
+}
+
+
+class OverlapMesh(keras.distribution.DeviceMesh):
+    """A mesh ("batch", "model") that runs the matmuls of a block.
+
+    Layers call its methods where `keras.distribution.distribution()` has such
+    a mesh; see `device_mesh`, which makes one.
+
+    Args:
+        devices: array `(batch, model)` of devices.
+        overlap: string. See `device_mesh`.
+    """
+
+    def __init__(self, devices, overlap):
+        super().__init__(devices.shape, AXIS_NAMES, devices)
+        self.overlap = overlap
+
+    @property
+    def compiler_options(self):
+        """dict. Flags of libtpu that hide weight gathers and gradients.
+
+        In training, `LIBTPU_INIT_ARGS` holds them as `--flag=true`, set
+        before Python starts. Empty where there are no TPUs.
+        """
+        device = self.devices.flat[0]
+        if getattr(device, "platform", None) != "tpu":
+            return {}
+        is_v5p = device.device_kind in ("TPU v5", "TPU v5p")
+        return {**_ASYNC, **(_FUSED if is_v5p else {})}
+
+    def shard_tokens(self, tokens):
+        """Shard the batch of `tokens` over both axes, if it divides.
+
+        Args:
+            tokens: tensor `(batch, tokens, d)`.
+        """
+        if self._why_not(tokens):
+            return tokens
+        return self._constrain(tokens, ("batch", "model"))
+
+    def all_gather_matmul(self, x, kernel, axes):
+        """Return `einsum("btd,dhf->bthf", x, kernel)`, heads over "model".
+
+        Args:
+            x: tensor `(batch, tokens, d)`, from `shard_tokens`.
+            kernel: tensor `(d, heads, f)`, or `(d, f)` with `f` for the heads.
+            axes: mesh axis or `None` for each dimension of the kernel.
+
+        Raises:
+            ValueError: with `overlap="ring"`, if the batch or the heads do
+                not divide by the mesh. Otherwise they then take the plain
+                einsum.
+        """
+        why_not = self._why_not(x, heads=kernel.shape[1])
+        if why_not:
+            self._refuse(why_not)
+            return keras.ops.tensordot(x, kernel, 1)
+        if self.overlap == "xla":
+            x = self._constrain(x, ("batch", "model"))
+            y = keras.ops.tensordot(x, kernel, 1)
+            return self._constrain(y, "batch", None, "model", None)
+        # Here, since JAX need not be there until a mesh is used.
+        from keras_vit22b.distribution import ring
+
+        return ring.all_gather_matmul(
+            x, kernel, **self._ring_options(kernel, axes, heads=1)
+        )
+
+    def matmul_reduce_scatter(self, y, kernel, axes):
+        """Return `einsum("bthf,hfd->btd", y, kernel)`, sharded as tokens.
+
+        Args:
+            y: tensor `(batch, tokens, heads, f)`, or `(batch, tokens, f)`.
+            kernel: tensor `(heads, f, d)` or `(f, d)`.
+            axes: mesh axis or `None` for each dimension of the kernel.
+
+        Raises:
+            ValueError: with `overlap="ring"`, if the batch or the heads do
+                not divide by the mesh. Otherwise they then take the plain
+                einsum.
+        """
+        why_not = self._why_not(y, heads=kernel.shape[0])
+        if why_not:
+            self._refuse(why_not)
+            return keras.ops.tensordot(y, kernel, len(kernel.shape) - 1)
+        if self.overlap == "xla":
+            y = self._constrain(y, "batch", None, "model", None)
+            z = keras.ops.tensordot(y, kernel, len(kernel.shape) - 1)
+            return self._constrain(z, ("batch", "model"))
+        from keras_vit22b.distribution import ring
+
+        return ring.matmul_reduce_scatter(
+            y, kernel, **self._ring_options(kernel, axes, heads=0)
+        )
+
+    def remat(self, function):
+        """Return `function` of one tensor, recomputed in the backward pass.
+
+        As `keras.remat` does, but without keeping kernels from being gathered
+        in time.
+        """
+        from keras_vit22b.distribution.recompute import recompute
+
+        return recompute(function)
+
+    def _why_not(self, tokens, heads=None):
+        """Return why sizes do not divide by the mesh, or `None`."""
+        batch, model = self.shape
+        if not isinstance(tokens.shape[0], int):
+            return f"the batch is {tokens.shape[0]}"
+        if tokens.shape[0] % (batch * model):
+            return (
+                f"a batch of {tokens.shape[0]} does not divide by the "
+                f"{batch} x {model} devices"
+            )
+        if heads is not None and heads % model:
+            return f"{heads} heads or units do not divide by model={model}"
+        return None
+
+    def _refuse(self, why_not):
+        if self.overlap == "ring":
+            raise ValueError(
+                f"overlap='ring' cannot run a matmul, since {why_not}. Use "
+                "sizes that divide, or overlap='auto', which takes the plain "
+                "matmul there."
+            )
+
+    def _constrain(self, tensor, *spec):
+        from jax.sharding import NamedSharding
+        from jax.sharding import PartitionSpec
+
+        return keras.distribution.distribute_tensor(
+            tensor, NamedSharding(self.backend_mesh, PartitionSpec(*spec))
+        )
+
+    def _ring_options(self, kernel, axes, heads):
+        from jax.sharding import PartitionSpec
+
+        spec = ["batch" if axis == "batch" else None for axis in axes]
+        spec += [None] * (len(kernel.shape) - len(spec))
+        spec[heads] = "model"
+        return {
+            "mesh": self.backend_mesh,
+            "kernel_spec": PartitionSpec(*spec),
+            "ring": self.overlap != "off",
+        }
+
+
+def device_mesh(*, batch, model, overlap="auto", devices=None):
+    """Return a mesh ("batch", "model") whose "model" axis is a ring of links.
+
+    On TPU v4 and v5p the axis lies along an axis of the torus, on v5e and v6e
+    along one that wraps, and else on a cycle through a block of chips. GPUs
+    are ordered by host, so that the axis stays within one where it can.
+
+    Args:
+        batch: int. Devices that share the batch.
+        model: int. Devices that share the heads.
+        overlap: how the matmuls of blocks run. `"ring"`: transfers beside
+            matmuls; an error where sizes do not divide. `"auto"`: so where
+            they do, else plain matmuls. `"xla"`: sharding constraints alone;
+            the compiler may or may not hide transfers. `"off"`: nothing is
+            hidden, as a baseline. Defaults to `"auto"`.
+        devices: list of `jax.Device`. Defaults to all.
+
+    Returns:
+        An `OverlapMesh`, for `get_layout_map` and `keras.distribution`.
+
+    Raises:
+        ValueError: if `batch * model` is not the number of devices,
+            `overlap` is unknown, or the backend is not JAX.
+
+    Example:
+    ```python
+    mesh = keras_vit22b.distribution.device_mesh(batch=2, model=4)
+    keras.distribution.set_distribution(
+        keras.distribution.ModelParallel(
+            layout_map=ViT22BBackbone.get_layout_map(mesh),
+            batch_dim_name="batch",
+        )
+    )
+    ```
+    """
+    check_backend()
+    if overlap not in OVERLAPS:
+        raise ValueError(
+            f"overlap must be {', '.join(map(repr, OVERLAPS[:-1]))} or "
+            f"{OVERLAPS[-1]!r}. Received: {overlap!r}."
+        )
+    at_hand = devices is None
+    if at_hand:
+        import jax
+
+        devices = jax.devices()
+    count = len(devices)
+    if batch < 1 or model < 1 or batch * model != count:
+        work = [f"({count // m}, {m})" for m in _divisors(count)]
+        raise ValueError(
+            f"A mesh of batch={batch} and model={model} needs "
+            f"{batch * model} devices and there are {count}, for which "
+            f"(batch, model) can be {', '.join(work)}."
+        )
+    mesh = OverlapMesh(order_devices(devices, batch, model), overlap)
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    missing = [f for f in mesh.compiler_options if f not in flags]
+    if at_hand and missing and overlap in ("auto", "ring"):
+        warnings.warn(
+            "Gathers of weights and exchanges of gradients will not be "
+            "hidden. Before Python starts, add to LIBTPU_INIT_ARGS: "
+            f"{' '.join(f'--{flag}=true' for flag in missing)}",
+            stacklevel=2,
+        )
+    return mesh
+
+
+def initialize(job_addresses=None, num_processes=None, process_id=None):
+    """Join this process to the others of a job, before devices are used.
+
+    `keras.distribution.initialize`, with its failures explained. On a TPU
+    slice or under Slurm all arguments can be left out.
+
+    Args:
+        job_addresses: string, `"host:port"` of process 0 or one for each
+            process, joined by commas.
+        num_processes: int.
+        process_id: int, from 0 to `num_processes - 1`.
+
+    Raises:
+        ValueError: if the arguments contradict each other, or the backend is
+            not JAX.
+        RuntimeError: if devices are in use already, or the other processes
+            cannot be reached.
+    """
+    check_backend()
+    if num_processes is not None and process_id is not None:
+        if not 0 <= process_id < num_processes:
+            raise ValueError(
+                f"process_id must be from 0 to {num_processes - 1}. "
+                f"Received: {process_id}."
+            )
+    for address in filter(None, (job_addresses or "").split(",")):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(
+                "job_addresses must be like '10.0.0.1:8476'. Received: "
+                f"{job_addresses!r}."
+            )
+    try:
+        keras.distribution.initialize(
+            job_addresses=job_addresses,
+            num_processes=num_processes,
+            process_id=process_id,
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Process {process_id} of {num_processes} could not join the job "
+            f"at {job_addresses}. Call initialize() once and before anything "
+            "uses a device, and see that process 0 runs and its port can be "
+            f"reached. {error}"
+        ) from error
+
+
+def order_devices(devices, batch, model):
+    """Arrange devices so that neighbours along "model" share a link.
+
+    Args:
+        devices: list of `jax.Device`, in any order.
+        batch: int.
+        model: int. `batch * model` is the number of devices.
+
+    Returns:
+        An object array `(batch, model)`.
+    """
+    grid = None
+    if devices[0].platform == "tpu":
+        grid = _device_grid(devices)
+        devices = sorted(devices, key=_slice)
+    elif devices[0].platform != "cpu":
+        devices = sorted(devices, key=lambda d: (d.process_index, d.id))
+    if grid is not None:
+        rings = _rings(grid.shape, _wrapped(grid), model)
+        if rings is not None:
+            devices = [grid[position] for ring in rings for position in ring]
+    array = np.empty(len(devices), dtype=object)
+    array[:] = devices
+    return array.reshape(batch, model)
+
+
+def _slice(device):
+    return getattr(device, "slice_index", 0) or 0
+
+
+def _device_grid(devices):
+    """Return devices by their coordinates, or `None` if they fill no grid.
+
+    The dimensions are those of the slices' number, the chips' x, y and z, and
+    the core on the chip.
+    """
+    coords = {
+        (_slice(d), *d.coords, getattr(d, "core_on_chip", 0)): d
+        for d in devices
+    }
+    low = np.min(list(coords), axis=0)
+    shape = tuple(np.max(list(coords), axis=0) - low + 1)
+    if len(coords) != len(devices) or math.prod(shape) != len(devices):
+        return None
+    grid = np.empty(shape, dtype=object)
+    for position, device in coords.items():
+        grid[tuple(position - low)] = device
+    return grid
+
+
+def _wrapped(grid):
+    """Return for each dimension whether its ends are linked.
+
+    v4 and v5p wrap where a slice is made of whole cubes of 4 x 4 x 4; v5e and
+    v6e wrap where a side has its full length, 16.
+    """
+    kind = grid.flat[0].device_kind.lower()
+    sides = grid.shape[1:-1]
+    if "lite" in kind or "v5e" in kind or "v6e" in kind:
+        wrapped = [side == 16 for side in sides]
+    else:
+        wrapped = [all(s % 4 == 0 for s in sides)] * len(sides)
+    return (False, *wrapped, False)
+
+
+def _rings(shape, wrapped, size):
+    """Cut a grid into rings of `size` neighbours, or return `None`.
+
+    Args:
+        shape: sides of the grid.
+        wrapped: whether the ends of each side are linked.
+        size: int. Devices in a ring.
+
+    Returns:
+        A list of rings, each a list of positions in the grid.
+    """
+    blocks = [
+        block
+        for block in itertools.product(*map(_divisors, shape))
+        if math.prod(block) == size and block[0] == 1
+    ]
+    whole = [
+        block
+        for block in blocks
+        for axis, side in enumerate(block)
+        if side == size == shape[axis] and wrapped[axis]
+    ]
+    folded = [b for b in blocks if size <= 2 or _cycle(b) is not None]
+    if whole:
+        block, cycle = whole[0], list(np.ndindex(*whole[0]))
+    elif folded:
+        # The most compact.
+        block = min(folded, key=sum)
+        cycle = _cycle(block) or list(np.ndindex(*block))
+    else:
+        return None
+    corners = np.ndindex(*(side // b for side, b in zip(shape, block)))
+    return [
+        [
+            tuple(c * b + p for c, b, p in zip(corner, block, position))
+            for position in cycle
+        ]
+        for corner in corners
+    ]
+
+
+def _cycle(shape):
+    """Return a closed walk of neighbours through a grid, or `None`.
+
+    Fold all sides but one into a path; in the grid of that side and the path,
+    go along the rows in turn, back and forth, and return by the first column.
+    """
+    sides = [axis for axis, side in enumerate(shape) if side > 1]
+    for axis in sides:
+        rows = shape[axis]
+        path = _path([1 if a == axis else s for a, s in enumerate(shape)])
+        if rows % 2 == 0 and len(path) > 1:
+            cells = [
+                (row, column)
+                for row in range(rows)
+                for column in range(1, len(path))[:: 1 if row % 2 == 0 else -1]
+            ]
+            cells += [(row, 0) for row in reversed(range(rows))]
+            return [
+                tuple(r if a == axis else p for a, p in enumerate(path[c]))
+                for r, c in cells
+            ]
+    return None
+
+
+def _path(shape):
+    """Return a walk of neighbours through a grid, one side in turn."""
+    walk = [()]
+    for side in shape:
+        walk = [
+            (*position, i)
+            for n, position in enumerate(walk)
+            for i in range(side)[:: 1 if n % 2 == 0 else -1]
+        ]
+    return walk
+
+
+def _divisors(number):
+    return [n for n in range(1, number + 1) if number % n == 0]
