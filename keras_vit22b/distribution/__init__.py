@@ -6,7 +6,9 @@ Names are imported on first use, so that other backends never load JAX.
 import importlib
 
 _PUBLIC = {
+    "compile_for": "keras_vit22b.planning.compile_ahead",
     "coverage": "keras_vit22b.distribution.coverage_report",
+    "plan": "keras_vit22b.planning.planner",
 }
 
 __all__ = [*_PUBLIC]

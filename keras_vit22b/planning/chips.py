@@ -1,10 +1,11 @@
 """Accelerators: what a chip does in a second, and how chips are joined.
 
-Sources: TPU peak, memory and links, https://jax-ml.github.io/scaling-book/tpus;
-v5e and v6e memory, https://cloud.google.com/tpu/docs/v5e and .../v6e; clocks
-follow from the peak and the number of matrix units, as in the same pages; H100
-and H200 SXM data sheets, https://www.nvidia.com/en-us/data-center/h200. Peaks
-are dense bfloat16.
+Sources. TPU peaks, memory and link bandwidth: the table in
+https://jax-ml.github.io/scaling-book/tpus. Memory that a TPU program can have:
+the compiler's own answer, libtpu 0.0.42.1. Clocks follow from the peak and the
+number of matrix units (v4, v5p: 8 of 128 x 128; v5e: 4; v6e: 4 times that of
+v5e a cycle). H100 and H200 are the SXM data sheets',
+https://www.nvidia.com/en-us/data-center/h200. Peaks are dense bfloat16.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ class Chip:
     Attributes:
         kind: string.
         peak_flops: float. FLOP/s in bfloat16.
-        hbm_bytes: float. Memory.
+        hbm_bytes: float. Memory that a program can have.
         hbm_bandwidth: float. Bytes/s.
         link_bandwidth: float. Bytes/s of one link in one direction. A GPU's
             is all its NVLink.
@@ -42,16 +43,18 @@ class Chip:
     topology_options: dict = dataclasses.field(default_factory=dict)
 
 
+GIB = 2**30
+
 # Without it, JAX takes the two cores of a chip for two devices.
 _MEGACORE = {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1)}
 
 CHIPS = {
     chip.kind: chip
     for chip in (
-        Chip("v4", 275e12, 32e9, 1.2e12, 45e9, 3, 4, 1.05e9, _MEGACORE),
-        Chip("v5e", 197e12, 16e9, 0.81e12, 45e9, 2, 8, 1.5e9),
-        Chip("v5p", 459e12, 95e9, 2.8e12, 90e9, 3, 4, 1.75e9, _MEGACORE),
-        Chip("v6e", 918e12, 32e9, 1.6e12, 90e9, 2, 8, 1.75e9),
+        Chip("v4", 275e12, 30.75 * GIB, 1.2e12, 45e9, 3, 4, 1.05e9, _MEGACORE),
+        Chip("v5e", 197e12, 15.75 * GIB, 0.81e12, 45e9, 2, 8, 1.5e9),
+        Chip("v5p", 459e12, 95.74 * GIB, 2.8e12, 90e9, 3, 4, 1.75e9, _MEGACORE),
+        Chip("v6e", 918e12, 31.25 * GIB, 1.6e12, 90e9, 2, 8, 1.75e9),
         Chip("h100", 989e12, 80e9, 3.35e12, 450e9, 0, 8),
         Chip("h200", 989e12, 141e9, 4.8e12, 450e9, 0, 8),
     )

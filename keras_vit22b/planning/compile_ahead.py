@@ -12,6 +12,7 @@ import time
 
 import keras
 
+from keras_vit22b.planning.chips import GIB
 from keras_vit22b.planning.chips import Slice
 from keras_vit22b.planning.schedule import Schedule
 from keras_vit22b.planning.schedule import read_schedule
@@ -19,10 +20,12 @@ from keras_vit22b.planning.timeline import block_timeline
 from keras_vit22b.planning.timeline import plot_timeline
 from keras_vit22b.planning.timeline import predict_times
 
-GIB = 2**30
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# As in "HLO temporaries (25.76G) exceeds available HBM (15.75G)" or "Used
+# 25.76G of 15.75G hbm".
 _OUT_OF_MEMORY = re.compile(
-    r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", re.IGNORECASE
+    r"([\d.]+)([KMGT])\)? (?:exceeds available HBM|of) "
+    r"\(?([\d.]+)([KMGT])"
 )
 
 
@@ -36,7 +39,7 @@ class Memory:
             does not fit.
         temporaries: int. Activations, gradients and buffers of transfers;
             `None` if it does not fit.
-        needed: int. In all.
+        needed: int. In all; if it does not fit, what the compiler names.
         available: int. `None` if it fits, since the compiler then says not.
     """
 
@@ -314,11 +317,7 @@ def _compile(lowered, model, compiler_options):
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        used = _OUT_OF_MEMORY.search(str(error))
-        sizes = (None, None)
-        if used:
-            sizes = (_bytes(used[1], used[2]), _bytes(used[3], used[4]))
-        return Memory(False, None, None, *sizes), None
+        return out_of_memory(str(error)), None
     sizes = compiled.memory_analysis()
     memory = Memory(
         fits=True,
@@ -332,6 +331,20 @@ def _compile(lowered, model, compiler_options):
         available=None,
     )
     return memory, read_schedule(compiled.as_text(), model)
+
+
+def out_of_memory(message):
+    """Return the `Memory` that the compiler's error tells of.
+
+    Args:
+        message: string. Of the error.
+    """
+    found = _OUT_OF_MEMORY.search(message)
+    needed = available = None
+    if found:
+        needed = _bytes(found[1], found[2])
+        available = _bytes(found[3], found[4])
+    return Memory(False, None, None, needed, available)
 
 
 def _bytes(number, unit):

@@ -19,7 +19,7 @@ _CALLED = re.compile(
     r"(%[\w.\-]+|\{[^}]*\})"
 )
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_CHANNEL = re.compile(r"channel_id=(\d+)")
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONDITION = re.compile(r"condition=%([\w.\-]+)")
@@ -72,10 +72,12 @@ class Instruction:
         return _first(_OP_NAME, self.attributes, "")
 
     @property
-    def channel(self):
-        """int. Of a collective, or `None`."""
-        channel = _first(_CHANNEL, self.attributes, None)
-        return None if channel is None else int(channel)
+    def chain(self):
+        """string. Shared by the fusions that one transfer runs in, or `None`.
+
+        Channels will not do: those of one `jax.shard_map` are all the same.
+        """
+        return _first(_CHAIN, self.attributes, None)
 
     @property
     def cycles(self):

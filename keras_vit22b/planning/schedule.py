@@ -1,10 +1,10 @@
 """Transfers between chips, read from a scheduled TPU program.
 
 XLA:TPU has no dot: a matmul is a `convolution`, mostly inside a fusion. An
-asynchronous transfer is a pair of start and done, or a chain of fusions with
-one channel; what stands between its two ends may run beside it. Any other
-collective is synchronous: the chip waits for it. A schedule shows what may
-overlap. It is no measurement.
+asynchronous transfer is a pair of start and done, or a chain of fusions; what
+stands between its two ends may run beside it. Any other collective is
+synchronous: the chip waits for it. A schedule shows what may overlap. It is no
+measurement.
 """
 
 import collections
@@ -260,8 +260,8 @@ class _Reader:
                     continue
                 fused = opcode == "fusion"
                 roles[name] = _Role("only", inside, fused, name)
-                if fused and inside.channel is not None:
-                    chains[inside.channel].append(name)
+                if fused and inside.chain is not None:
+                    chains[inside.chain].append(name)
         for first, *others in chains.values():
             for name in others:
                 roles[name] = dataclasses.replace(roles[first], kind="within")
