@@ -172,6 +172,7 @@ class _Reader:
         self.computations = module.computations
         self.model = model
         self.transfers = []
+        self.homes = {}  # From a chain to the computation it starts in.
         self.has_matmul = functools.cache(self._has_matmul)
         self.collective_inside = functools.cache(self._collective_inside)
 
@@ -200,7 +201,7 @@ class _Reader:
         """Return the steps of a computation that runs `count` times."""
         instructions = self.computations[name]
         by_name = {i.name: i for i in instructions}
-        roles = self._roles(instructions, by_name)
+        roles = self._roles(name, by_name)
         steps, under_way = [], {}
         for instruction in instructions:
             role = roles.get(instruction.name)
@@ -242,11 +243,11 @@ class _Reader:
             return [_step("compute", instruction, cycles=instruction.cycles)]
         return []
 
-    def _roles(self, instructions, by_name):
+    def _roles(self, computation, by_name):
         """Return a dict from name to `_Role`, of those that have one."""
         roles, chains = {}, collections.defaultdict(list)
-        for instruction in instructions:
-            name, opcode = instruction.name, instruction.opcode
+        for name, instruction in by_name.items():
+            opcode = instruction.opcode
             if opcode.endswith("-done"):
                 start = _start(instruction, by_name)
                 if start in roles:
@@ -258,10 +259,16 @@ class _Reader:
                 inside = self._inside(instruction)
                 if inside is None:
                     continue
+                chain = inside.chain
+                if chain is not None:
+                    # Its middle may be in the body of a loop.
+                    home = self.homes.setdefault(chain, computation)
+                    if home != computation:
+                        continue
                 fused = opcode == "fusion"
                 roles[name] = _Role("only", inside, fused, name)
-                if fused and inside.chain is not None:
-                    chains[inside.chain].append(name)
+                if chain is not None:
+                    chains[chain].append(name)
         for first, *others in chains.values():
             for name in others:
                 roles[name] = dataclasses.replace(roles[first], kind="within")
