@@ -7,11 +7,30 @@ even makes a ring's transfers synchronous.
 
 import itertools
 import math
+import os
+import warnings
 
 import keras
 import numpy as np
 
+from keras_vit22b.distribution.sharding import AXIS_NAMES
+from keras_vit22b.distribution.sharding import check_backend
+
 OVERLAPS = ("auto", "ring", "xla", "off")
+
+# Without these libtpu (0.0.42) stops the chip for a weight's gather or for
+# its gradient's exchange; transfers of rings never need one.
+_ASYNC = {
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_all_to_all": "true",
+}
+# v5p hides a gather in fusions, as v5e does by default; v4 refuses these.
+_FUSED = {
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+    "xla_tpu_overlap_compute_collective_tc": "true",
+}
 
 
 class OverlapMesh(keras.distribution.DeviceMesh):
@@ -26,8 +45,21 @@ class OverlapMesh(keras.distribution.DeviceMesh):
     """
 
     def __init__(self, devices, overlap):
-        super().__init__(devices.shape, ["batch", "model"], devices)
+        super().__init__(devices.shape, AXIS_NAMES, devices)
         self.overlap = overlap
+
+    @property
+    def compiler_options(self):
+        """dict. Flags of libtpu that hide weight gathers and gradients.
+
+        In training, `LIBTPU_INIT_ARGS` holds them as `--flag=true`, set
+        before Python starts. Empty where there are no TPUs.
+        """
+        device = self.devices.flat[0]
+        if getattr(device, "platform", None) != "tpu":
+            return {}
+        is_v5p = device.device_kind in ("TPU v5", "TPU v5p")
+        return {**_ASYNC, **(_FUSED if is_v5p else {})}
 
     def shard_tokens(self, tokens):
         """Shard the batch of `tokens` over both axes, if it divides.
@@ -44,7 +76,7 @@ class OverlapMesh(keras.distribution.DeviceMesh):
 
         Args:
             x: tensor `(batch, tokens, d)`, from `shard_tokens`.
-            kernel: tensor `(d, heads, f)`.
+            kernel: tensor `(d, heads, f)`, or `(d, f)` with `f` for the heads.
             axes: mesh axis or `None` for each dimension of the kernel.
 
         Raises:
@@ -54,10 +86,11 @@ class OverlapMesh(keras.distribution.DeviceMesh):
         """
         why_not = self._why_not(x, heads=kernel.shape[1])
         if why_not:
-            return self._plain("btd,dhf->bthf", x, kernel, why_not)
+            self._refuse(why_not)
+            return keras.ops.tensordot(x, kernel, 1)
         if self.overlap == "xla":
             x = self._constrain(x, ("batch", "model"))
-            y = keras.ops.einsum("btd,dhf->bthf", x, kernel)
+            y = keras.ops.tensordot(x, kernel, 1)
             return self._constrain(y, "batch", None, "model", None)
         # Here, since JAX need not be there until a mesh is used.
         from keras_vit22b.distribution import ring
@@ -70,8 +103,8 @@ class OverlapMesh(keras.distribution.DeviceMesh):
         """Return `einsum("bthf,hfd->btd", y, kernel)`, sharded as tokens.
 
         Args:
-            y: tensor `(batch, tokens, heads, f)`.
-            kernel: tensor `(heads, f, d)`.
+            y: tensor `(batch, tokens, heads, f)`, or `(batch, tokens, f)`.
+            kernel: tensor `(heads, f, d)` or `(f, d)`.
             axes: mesh axis or `None` for each dimension of the kernel.
 
         Raises:
@@ -81,16 +114,28 @@ class OverlapMesh(keras.distribution.DeviceMesh):
         """
         why_not = self._why_not(y, heads=kernel.shape[0])
         if why_not:
-            return self._plain("bthf,hfd->btd", y, kernel, why_not)
+            self._refuse(why_not)
+            return keras.ops.tensordot(y, kernel, len(kernel.shape) - 1)
         if self.overlap == "xla":
             y = self._constrain(y, "batch", None, "model", None)
-            z = keras.ops.einsum("bthf,hfd->btd", y, kernel)
+            z = keras.ops.tensordot(y, kernel, len(kernel.shape) - 1)
             return self._constrain(z, ("batch", "model"))
         from keras_vit22b.distribution import ring
 
         return ring.matmul_reduce_scatter(
             y, kernel, **self._ring_options(kernel, axes, heads=0)
         )
+
+    def remat(self, function):
+        """Return `keras.remat(function)`, that does not hold kernels back.
+
+        In the backward pass, what `function` reads beside its argument, such
+        as kernels over "batch", may be gathered before its turn has come.
+        """
+        import jax
+
+        # Of the argument alone; of what is closed over in no case.
+        return jax.checkpoint(function, prevent_cse=(True,))
 
     def _why_not(self, tokens, heads=None):
         """Return why sizes do not divide by the mesh, or `None`."""
@@ -103,17 +148,16 @@ class OverlapMesh(keras.distribution.DeviceMesh):
                 f"{batch} x {model} devices"
             )
         if heads is not None and heads % model:
-            return f"{heads} heads do not divide by model={model}"
+            return f"{heads} heads or units do not divide by model={model}"
         return None
 
-    def _plain(self, equation, x, kernel, why_not):
+    def _refuse(self, why_not):
         if self.overlap == "ring":
             raise ValueError(
                 f"overlap='ring' cannot run a matmul, since {why_not}. Use "
                 "sizes that divide, or overlap='auto', which takes the plain "
                 "matmul there."
             )
-        return keras.ops.einsum(equation, x, kernel)
 
     def _constrain(self, tensor, *spec):
         from jax.sharding import NamedSharding
@@ -157,9 +201,8 @@ def device_mesh(*, batch, model, overlap="auto", devices=None):
         An `OverlapMesh`, for `get_layout_map` and `keras.distribution`.
 
     Raises:
-        ValueError: if `batch * model` is not the number of devices, or
-            `overlap` is unknown.
-        RuntimeError: if the backend is not JAX.
+        ValueError: if `batch * model` is not the number of devices,
+            `overlap` is unknown, or the backend is not JAX.
 
     Example:
     ```python
@@ -172,19 +215,14 @@ def device_mesh(*, batch, model, overlap="auto", devices=None):
     )
     ```
     """
-    if keras.config.backend() != "jax":
-        raise RuntimeError(
-            "Keras shards models on the JAX backend alone. Received: "
-            f"{keras.config.backend()}. Set KERAS_BACKEND=jax, or, on "
-            "TensorFlow, copy the model to each device by "
-            "tf.distribute.MirroredStrategy."
-        )
+    check_backend()
     if overlap not in OVERLAPS:
         raise ValueError(
             f"overlap must be {', '.join(map(repr, OVERLAPS[:-1]))} or "
             f"{OVERLAPS[-1]!r}. Received: {overlap!r}."
         )
-    if devices is None:
+    at_hand = devices is None
+    if at_hand:
         import jax
 
         devices = jax.devices()
@@ -196,7 +234,17 @@ def device_mesh(*, batch, model, overlap="auto", devices=None):
             f"{batch * model} devices and there are {count}, for which "
             f"(batch, model) can be {', '.join(work)}."
         )
-    return OverlapMesh(order_devices(devices, batch, model), overlap)
+    mesh = OverlapMesh(order_devices(devices, batch, model), overlap)
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    missing = [f for f in mesh.compiler_options if f not in flags]
+    if at_hand and missing and overlap in ("auto", "ring"):
+        warnings.warn(
+            "Gathers of weights and exchanges of gradients will not be "
+            "hidden. Before Python starts, add to LIBTPU_INIT_ARGS: "
+            f"{' '.join(f'--{flag}=true' for flag in missing)}",
+            stacklevel=2,
+        )
+    return mesh
 
 
 def initialize(job_addresses=None, num_processes=None, process_id=None):
@@ -212,16 +260,12 @@ def initialize(job_addresses=None, num_processes=None, process_id=None):
         process_id: int, from 0 to `num_processes - 1`.
 
     Raises:
-        ValueError: if the arguments contradict each other.
-        RuntimeError: if the backend is not JAX, devices are in use already,
-            or the other processes cannot be reached.
+        ValueError: if the arguments contradict each other, or the backend is
+            not JAX.
+        RuntimeError: if devices are in use already, or the other processes
+            cannot be reached.
     """
-    if keras.config.backend() != "jax":
-        raise RuntimeError(
-            "Several hosts are joined on the JAX backend. Received: "
-            f"{keras.config.backend()}. Set KERAS_BACKEND=jax, or, on "
-            "TensorFlow, use tf.distribute.MultiWorkerMirroredStrategy."
-        )
+    check_backend()
     if num_processes is not None and process_id is not None:
         if not 0 <= process_id < num_processes:
             raise ValueError(

@@ -44,16 +44,16 @@ def all_gather_matmul(x, kernel, *, mesh, kernel_spec, ring=True):
 
     Args:
         x: array `(batch, tokens, d)`, the batch over both axes.
-        kernel: array `(d, heads, f)`.
+        kernel: array `(d, heads, f)`, or `(d, f)` with `f` for the heads.
         mesh: `jax.sharding.Mesh` with axes "batch" and "model".
         kernel_spec: `PartitionSpec` of the kernel: the heads over "model",
-            and `d` or `f` over "batch" or not.
+            another dimension over "batch" or not.
         ring: bool. Whether to hide the transfers. Otherwise the chunks are
             gathered first. Defaults to `True`.
 
     Returns:
-        An array `(batch, tokens, heads, f)`, the batch over "batch" and the
-        heads over "model".
+        An array `(batch, tokens, heads, f)` or `(batch, tokens, f)`, the
+        batch over "batch" and the heads over "model".
     """
     run = _ring_all_gather_matmul if ring else _plain_all_gather_matmul
     return _shard_map(
@@ -70,12 +70,12 @@ def matmul_reduce_scatter(y, kernel, *, mesh, kernel_spec, ring=True):
     """Return `einsum("bthf,hfd->btd", y, kernel)`, the batch over both axes.
 
     Args:
-        y: array `(batch, tokens, heads, f)`, the batch over "batch" and the
-            heads over "model".
-        kernel: array `(heads, f, d)`.
+        y: array `(batch, tokens, heads, f)`, or `(batch, tokens, f)` with `f`
+            for the heads; the batch over "batch", the heads over "model".
+        kernel: array `(heads, f, d)` or `(f, d)`.
         mesh: `jax.sharding.Mesh` with axes "batch" and "model".
         kernel_spec: `PartitionSpec` of the kernel: the heads over "model",
-            and `d` or `f` over "batch" or not.
+            another dimension over "batch" or not.
         ring: bool. Whether to hide the transfers. Otherwise the sum follows
             the matmul. Defaults to `True`.
 
@@ -97,8 +97,7 @@ def _shard_map(run, mesh, kernel_spec, in_spec, out_spec):
 
     def run_with_whole_kernel(x, kernel):
         for axis in gathered:
-            # The transpose is a reduce-scatter of the gradient.
-            kernel = lax.all_gather(kernel, BATCH, axis=axis, tiled=True)
+            kernel = _gather_kernel(kernel, axis, mesh.shape[BATCH])
         return run(x, kernel, mesh.shape[MODEL])
 
     return jax.shard_map(
@@ -110,18 +109,42 @@ def _shard_map(run, mesh, kernel_spec, in_spec, out_spec):
     )
 
 
+# === Kernels over "batch" ===
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_kernel(kernel, axis, size):
+    del size
+    return lax.all_gather(kernel, BATCH, axis=axis, tiled=True)
+
+
+def _gather_kernel_forward(kernel, axis, size):
+    return _gather_kernel(kernel, axis, size), None
+
+
+def _gather_kernel_backward(axis, size, residuals, dw):
+    # A reduce-scatter, as an exchange and a sum, since libtpu has no
+    # asynchronous reduce-scatter. And the sum is float32.
+    del residuals
+    parts = dw.reshape(*dw.shape[:axis], size, -1, *dw.shape[axis + 1 :])
+    parts = lax.all_to_all(jnp.moveaxis(parts, axis, 0), BATCH, 0, 0)
+    return (jnp.sum(parts, axis=0, dtype=jnp.float32).astype(dw.dtype),)
+
+
+_gather_kernel.defvjp(_gather_kernel_forward, _gather_kernel_backward)
+
 # === Without rings ===
 
 
 def _plain_all_gather_matmul(x, kernel, size):
     del size
     x = lax.all_gather(x, MODEL, axis=0, tiled=True)
-    return jnp.einsum("btd,dhf->bthf", x, kernel)
+    return _in(x, kernel)
 
 
 def _plain_matmul_reduce_scatter(y, kernel, size):
     del size
-    z = jnp.einsum("bthf,hfd->btd", y, kernel)
+    z = _out(y, kernel)
     return lax.psum_scatter(z, MODEL, scatter_dimension=0, tiled=True)
 
 
@@ -140,8 +163,7 @@ def _ring_all_gather_matmul(x, kernel, size):
     def multiply(step, travelling, y):
         for part, x in zip(parts, travelling):
             row = _owner(step, part, size) * chunk + part.start
-            y_part = jnp.einsum("btd,dhf->bthf", x, kernel)
-            y = lax.dynamic_update_slice_in_dim(y, y_part, row, axis=0)
+            y = _put(y, row, _in(x, kernel))
         return y
 
     def step(i, carry):
@@ -166,9 +188,11 @@ def _all_gather_matmul_backward(size, residuals, dy):
 
     def gradients(step, x, dw):
         dy_x = _rows(dy, _owner(step, there, size) * chunk, chunk)
-        dw = dw + jnp.einsum("btd,bthf->dhf", x, dy_x, **_FLOAT32)
+        dw = dw + _kernel_gradient(x, dy_x)
         dy_dx = _rows(dy, _target(step, back, size) * chunk, chunk)
-        return jnp.einsum("bthf,dhf->btd", dy_dx, kernel, **_FLOAT32), dw
+        # Over the heads and f.
+        axes = [*range(2, dy.ndim)], [*range(1, kernel.ndim)]
+        return jnp.tensordot(dy_dx, kernel, axes, **_FLOAT32), dw
 
     def step(i, carry):
         x, dx, dw = carry
@@ -195,9 +219,7 @@ def _ring_matmul_reduce_scatter(y, kernel, size):
 
     def multiply(step, part):
         row = _target(step, part, size) * chunk + part.start
-        return jnp.einsum(
-            "bthf,hfd->btd", _rows(y, row, part.rows), kernel, **_FLOAT32
-        )
+        return _out(_rows(y, row, part.rows), kernel, **_FLOAT32)
 
     def step(i, sums):
         arriving = [_send(z, p, size) for p, z in zip(parts, sums)]
@@ -220,11 +242,8 @@ def _matmul_reduce_scatter_backward(size, residuals, dz):
 
     def gradients(step, dz, dy, dw):
         row = _owner(step, there, size) * chunk
-        dy_part = jnp.einsum("btd,hfd->bthf", dz, kernel)
-        dy = lax.dynamic_update_slice_in_dim(dy, dy_part, row, axis=0)
-        y_part = _rows(y, row, chunk)
-        dw = dw + jnp.einsum("bthf,btd->hfd", y_part, dz, **_FLOAT32)
-        return dy, dw
+        dy = _put(dy, row, jnp.tensordot(dz, kernel, (-1, -1)))
+        return dy, dw + _kernel_gradient(_rows(y, row, chunk), dz)
 
     def step(i, carry):
         dz, dy, dw = carry
@@ -240,6 +259,8 @@ def _matmul_reduce_scatter_backward(size, residuals, dz):
 _ring_matmul_reduce_scatter.defvjp(
     _matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward
 )
+
+# === One step ===
 
 # Sums are float32 and travel in the compute dtype.
 _FLOAT32 = {"preferred_element_type": jnp.float32}
@@ -278,6 +299,19 @@ def _target(step, part, size):
     return _owner(step + 1, part, size)
 
 
+def _in(x, kernel):
+    return jnp.tensordot(x, kernel, 1)
+
+
+def _out(y, kernel, **options):
+    return jnp.tensordot(y, kernel, kernel.ndim - 1, **options)
+
+
+def _kernel_gradient(inputs, gradient):
+    # Over images and tokens.
+    return jnp.tensordot(inputs, gradient, ((0, 1), (0, 1)), **_FLOAT32)
+
+
 def _send(x, part, size):
     pairs = [(r, (r + part.direction) % size) for r in range(size)]
     return lax.ppermute(x, MODEL, pairs)
@@ -285,6 +319,10 @@ def _send(x, part, size):
 
 def _rows(x, start, rows):
     return lax.dynamic_slice_in_dim(x, start, rows, axis=0)
+
+
+def _put(x, start, rows):
+    return lax.dynamic_update_slice_in_dim(x, rows, start, axis=0)
 
 
 def _add(arriving, own):

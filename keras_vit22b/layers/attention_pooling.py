@@ -7,6 +7,9 @@ import keras
 from keras import ops
 
 from keras_vit22b.layers.normalization import make_norm
+from keras_vit22b.layers.on_mesh import active_mesh
+from keras_vit22b.layers.on_mesh import kernel_axes
+from keras_vit22b.layers.projections import OutProjection
 from keras_vit22b.layers.projections import check_divides
 from keras_vit22b.layers.qk_norm_attention import QKNormAttention
 from keras_vit22b.layers.sequential_block import make_mlp
@@ -85,12 +88,8 @@ class AttentionPooling(keras.layers.Layer):
         self.key = project("key")
         self.value = project("value")
         self.attention = QKNormAttention(None, dtype=dtype, name="attention")
-        self.out = keras.layers.EinsumDense(
-            "bthf,hfd->btd",
-            output_shape=(None, hidden_dim),
-            bias_axes="d",
-            dtype=dtype,
-            name="out",
+        self.out = OutProjection(
+            hidden_dim, num_heads, use_bias=True, dtype=dtype, name="out"
         )
         self.norm = make_norm(norm, epsilon=epsilon, dtype=dtype, name="norm")
         self.mlp_in, self.mlp_out = make_mlp(hidden_dim, mlp_dim, dtype)
@@ -120,11 +119,26 @@ class AttentionPooling(keras.layers.Layer):
     def call(self, tokens):
         probe = ops.expand_dims(ops.convert_to_tensor(self.probe), 0)
         query = ops.tile(self.query(probe), (ops.shape(tokens)[0], 1, 1, 1))
-        pooled = self.out(
-            self.attention(query, self.key(tokens), self.value(tokens))
-        )
+        key, value = self._key_and_value(tokens)
+        pooled = self.out(self.attention(query, key, value))
         hidden = activate(self.mlp_in(self.norm(pooled)), self.activation)
         return (pooled + self.mlp_out(hidden))[:, 0]
+
+    def _key_and_value(self, tokens):
+        mesh = active_mesh()
+        layers = (self.key, self.value)
+        if mesh is None or any(layer.quantization_mode for layer in layers):
+            return [layer(tokens) for layer in layers]
+        # Tokens are exchanged once for both.
+        both = mesh.all_gather_matmul(
+            tokens,
+            ops.concatenate([layer.kernel for layer in layers], axis=-1),
+            kernel_axes(self.key),
+        )
+        return [
+            part + ops.cast(layer.bias, part.dtype)
+            for layer, part in zip(layers, ops.split(both, 2, axis=-1))
+        ]
 
     def compute_output_shape(self, tokens_shape):
         return (tokens_shape[0], self.hidden_dim)

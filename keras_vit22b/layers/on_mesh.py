@@ -20,7 +20,14 @@ def shard_tokens(tokens):
     return tokens if mesh is None else mesh.shard_tokens(tokens)
 
 
-def layout_axes(variable):
-    """Return the mesh axis or `None` of each dimension of a variable."""
-    distribution = keras.distribution.distribution()
-    return distribution.get_variable_layout(variable).axes
+def remat(function):
+    """Return `function` of one tensor, recomputed in the backward pass."""
+    mesh = active_mesh()
+    return (keras if mesh is None else mesh).remat(function)
+
+
+def kernel_axes(layer):
+    """Return the mesh axis or `None` of each dimension of a layer's kernel."""
+    # By name, since `layer.kernel` is no variable where LoRA is enabled.
+    kernel = next(w for w in layer.weights if w.name == "kernel")
+    return keras.distribution.distribution().get_variable_layout(kernel).axes

@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from keras_vit22b.layers.on_mesh import active_mesh
-from keras_vit22b.layers.on_mesh import layout_axes
+from keras_vit22b.layers.on_mesh import kernel_axes
 
 
 @keras.saving.register_keras_serializable(package="keras_vit22b")
@@ -53,6 +53,57 @@ class FusedGlorotUniform(keras.initializers.RandomUniform):
         return config
 
 
+class _OnMesh:
+    """A linear layer of Keras whose matmul a mesh may run.
+
+    On a mesh that offers to (`keras_vit22b.distribution.device_mesh`), what
+    goes in or comes out is exchanged between devices beside the matmul; the
+    numbers stay the same. Quantized layers keep Keras' own matmul.
+    """
+
+    def call(self, inputs, training=None):
+        mesh = active_mesh()
+        if mesh is None:
+            return super().call(inputs, training=training)
+        outputs = self._contract_on(
+            mesh,
+            ops.convert_to_tensor(inputs),
+            ops.convert_to_tensor(self.kernel),  # With LoRA, if enabled.
+            kernel_axes(self),
+        )
+        if self.bias is not None:
+            outputs = ops.add(outputs, self.bias)
+        return outputs if self.activation is None else self.activation(outputs)
+
+    def quantize(self, mode=None, type_check=True, config=None):
+        # Keras quantizes no subclass unless told that it may.
+        super().quantize(mode, type_check=False, config=config)
+
+
+class _In(_OnMesh):
+    """From whole tokens to units that are shared out."""
+
+    @staticmethod
+    def _contract_on(mesh, inputs, kernel, axes):
+        return mesh.all_gather_matmul(inputs, kernel, axes)
+
+
+class _Out(_OnMesh):
+    """From units that are shared out to whole tokens."""
+
+    @staticmethod
+    def _contract_on(mesh, inputs, kernel, axes):
+        return mesh.matmul_reduce_scatter(inputs, kernel, axes)
+
+
+class ColumnParallelDense(_In, keras.layers.Dense):
+    """`keras.layers.Dense` for tokens, whose units a mesh may share out."""
+
+
+class RowParallelDense(_Out, keras.layers.Dense):
+    """`keras.layers.Dense` for tokens, whose inputs a mesh may share out."""
+
+
 class _GroupedProjection(keras.layers.EinsumDense):
     """What both projections share: sizes in, Keras' machinery kept."""
 
@@ -70,25 +121,6 @@ class _GroupedProjection(keras.layers.EinsumDense):
             **self._einsum(hidden_dim, num_heads, mlp_dim, use_bias), **kwargs
         )
 
-    def call(self, inputs, training=None):
-        mesh = active_mesh()
-        if mesh is None:
-            return super().call(inputs, training=training)
-        kernel = next(w for w in self.weights if w.name == "kernel")
-        outputs = self._contract_on(
-            mesh,
-            ops.convert_to_tensor(inputs),
-            ops.convert_to_tensor(self.kernel),  # With LoRA, if enabled.
-            layout_axes(kernel),
-        )
-        if self.bias is not None:
-            outputs = ops.add(outputs, self.bias)
-        return outputs if self.activation is None else self.activation(outputs)
-
-    def quantize(self, mode=None, type_check=True, config=None):
-        # Keras quantizes no subclass unless told that it may.
-        super().quantize(mode, type_check=False, config=config)
-
     def get_config(self):
         config = super().get_config()
         for key in self._einsum(**self._sizes):
@@ -98,7 +130,7 @@ class _GroupedProjection(keras.layers.EinsumDense):
 
 
 @keras.saving.register_keras_serializable(package="keras_vit22b")
-class InProjection(_GroupedProjection):
+class InProjection(_In, _GroupedProjection):
     """Queries, keys, values and the MLP's input from one matmul.
 
     Args:
@@ -118,10 +150,6 @@ class InProjection(_GroupedProjection):
     """
 
     @staticmethod
-    def _contract_on(mesh, inputs, kernel, axes):
-        return mesh.all_gather_matmul(inputs, kernel, axes)
-
-    @staticmethod
     def _einsum(hidden_dim, num_heads, mlp_dim, use_bias):
         head_dim, share = hidden_dim // num_heads, mlp_dim // num_heads
         return {
@@ -139,7 +167,7 @@ class InProjection(_GroupedProjection):
 
 
 @keras.saving.register_keras_serializable(package="keras_vit22b")
-class OutProjection(_GroupedProjection):
+class OutProjection(_Out, _GroupedProjection):
     """Attention and the MLP back to the width, summed by one matmul.
 
     Args:
@@ -157,10 +185,6 @@ class OutProjection(_GroupedProjection):
     Returns:
         A tensor `(batch, tokens, hidden_dim)`.
     """
-
-    @staticmethod
-    def _contract_on(mesh, inputs, kernel, axes):
-        return mesh.matmul_reduce_scatter(inputs, kernel, axes)
 
     @staticmethod
     def _einsum(hidden_dim, num_heads, mlp_dim, use_bias):

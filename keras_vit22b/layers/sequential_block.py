@@ -7,8 +7,10 @@ import keras
 from keras import ops
 
 from keras_vit22b.layers.normalization import make_norm
+from keras_vit22b.layers.projections import ColumnParallelDense
 from keras_vit22b.layers.projections import InProjection
 from keras_vit22b.layers.projections import OutProjection
+from keras_vit22b.layers.projections import RowParallelDense
 from keras_vit22b.layers.transformer_block import TransformerBlock
 from keras_vit22b.layers.transformer_block import activate
 
@@ -88,13 +90,13 @@ class SequentialBlock(TransformerBlock):
 def make_mlp(hidden_dim, mlp_dim, dtype):
     """Return the two dense layers of an MLP, without its activation."""
     bias = {"stddev": 1e-6}
-    mlp_in = keras.layers.Dense(
+    mlp_in = ColumnParallelDense(
         mlp_dim,
         bias_initializer=keras.initializers.RandomNormal(**bias),
         dtype=dtype,
         name="mlp_in",
     )
-    mlp_out = keras.layers.Dense(
+    mlp_out = RowParallelDense(
         hidden_dim,
         bias_initializer=keras.initializers.RandomNormal(**bias),
         dtype=dtype,

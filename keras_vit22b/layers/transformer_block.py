@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_vit22b.layers.on_mesh import remat
 from keras_vit22b.layers.on_mesh import shard_tokens
 from keras_vit22b.layers.projections import check_divides
 from keras_vit22b.layers.qk_norm_attention import QKNormAttention
@@ -108,7 +109,7 @@ class TransformerBlock(keras.layers.Layer):
         def forward(x):
             return self._forward(x, list(seeds), return_attention=False)[0]
 
-        return keras.remat(forward)(inputs) if self.remat else forward(inputs)
+        return remat(forward)(inputs) if self.remat else forward(inputs)
 
     def _build_attention(self, input_shape):
         heads = (*input_shape[:2], self.num_heads, self.head_dim)
