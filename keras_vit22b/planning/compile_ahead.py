@@ -12,6 +12,7 @@ import time
 
 import keras
 
+from keras_vit22b.distribution.mesh import device_mesh
 from keras_vit22b.planning.chips import GIB
 from keras_vit22b.planning.chips import Slice
 from keras_vit22b.planning.schedule import Schedule
@@ -180,8 +181,9 @@ def compile_for(
         remat: bool. Whether blocks are recomputed in the backward pass.
             Defaults to `True`.
         dtype: string. Defaults to `"mixed_bfloat16"`.
-        compiler_options: dict. Of libtpu; in training, `LIBTPU_INIT_ARGS`
-            sets them. Defaults to `None`.
+        compiler_options: dict. Flags of libtpu; in training,
+            `LIBTPU_INIT_ARGS` holds them. Defaults to `None`: the mesh's own
+            `compiler_options`, or none with `overlap="xla"` or `"off"`.
 
     Returns:
         A `CompileReport`. A step that does not fit is a report too.
@@ -216,10 +218,19 @@ def compile_for(
     optimizer = keras.optimizers.get(optimizer)
     settings["optimizer"] = optimizer.name
     start = time.perf_counter()
+    mesh = device_mesh(
+        batch=batch,
+        model=model,
+        overlap=overlap,
+        devices=tpu_slice.devices(),
+    )
+    if compiler_options is None:
+        hide = overlap in ("auto", "ring")
+        compiler_options = mesh.compiler_options if hide else {}
+        settings["compiler_options"] = compiler_options
     lowered = _lower(
         preset,
-        devices=tpu_slice.devices(),
-        mesh_shape={"batch": batch, "model": model, "overlap": overlap},
+        mesh,
         num_images=images_per_chip * batch * model,
         num_classes=num_classes,
         fsdp=fsdp,
@@ -247,9 +258,8 @@ def compile_for(
 
 def _lower(
     preset,
+    mesh,
     *,
-    devices,
-    mesh_shape,
     num_images,
     num_classes,
     fsdp,
@@ -259,13 +269,11 @@ def _lower(
     """Trace the step that `fit` runs, and return it lowered."""
     import jax
 
-    from keras_vit22b.distribution.mesh import device_mesh
     from keras_vit22b.models import ViT22BBackbone
     from keras_vit22b.models import ViT22BImageClassifier
     from keras_vit22b.models.abstract import abstract_build
     from keras_vit22b.models.abstract import train_state_structs
 
-    mesh = device_mesh(devices=devices, **mesh_shape)
     distribution = keras.distribution.ModelParallel(
         layout_map=ViT22BImageClassifier.get_layout_map(mesh, fsdp=fsdp),
         batch_dim_name="batch",

@@ -16,10 +16,11 @@ recomputing repeats the first. A ring of links, both directions used, takes
 `V / (2 W)` s; two chips, one link, `V / W`.
 
 Weights that "batch" splits are gathered along it forward and backward, and
-their gradients scattered: each `2 P / Y (X - 1) / X` bytes for `P` weights.
-Gradients of the others are all-reduced, twice that. It takes
-`bytes / (2 W D)` s over the `D` dimensions of the torus that "model" leaves,
-and twice that where they do not wrap.
+their gradients exchanged and summed: each `2 P / Y (X - 1) / X` bytes for `P`
+weights. Gradients of the others are all-reduced, twice that. A gather takes
+`bytes / (2 W D)` s over the `D` dimensions of the torus that "model" leaves;
+what is exchanged goes `D X^(1/D) / 4` links, so it takes as many times longer.
+Where a dimension does not wrap, all takes twice that.
 
 A schedule hides a part `h` of each transfer: a matmul of `m` s beside a ring of
 `r` s takes `max(m, h r) + (1 - h) r`. What weights and gradients hide is beside
@@ -98,10 +99,12 @@ class Links:
     Attributes:
         model: float. Along "model".
         batch: float. Along "batch".
+        hops: float. Links that an exchange along "batch" goes, of those used.
     """
 
     model: float
     batch: float
+    hops: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +179,7 @@ def step_times(model, weights, *, mesh, images, links, flops, remat):
         windows += [(into, ring), (out, ring)]
         windows += [(2 * into, 2 * ring), (2 * out, ring)]
         if remat:
-            windows.append((into, ring))
+            pass
             if index < len(pairs) - 1:  # What follows needs the result.
                 windows.append((out, ring))
     attention = 2 * seconds(model.tokens, d)
@@ -189,7 +192,9 @@ def step_times(model, weights, *, mesh, images, links, flops, remat):
         size *= (sharers - 1) / sharers
         if weight.batch_parts > 1:
             gathered += 2 * size
-        reduced += size if weight.batch_parts > 1 else 2 * size
+            reduced += links.hops * size
+        else:
+            reduced += 2 * size
     return Times(
         windows=windows,
         other=other,
@@ -208,13 +213,14 @@ def link_bandwidths(chip, shape, wraps, mesh, *, host_bandwidth):
         mesh: `(batch, model)`.
         host_bandwidth: float. Bytes/s of a chip between hosts of GPUs.
     """
-    _, parts = mesh
+    batch, parts = mesh
     if not chip.dimensions:
         inside = chip.link_bandwidth
         one_host = math.prod(shape) <= chip.chips_per_host
         return Links(
             model=inside if parts <= chip.chips_per_host else host_bandwidth,
             batch=inside if one_host else host_bandwidth,
+            hops=1.0,
         )
     both = 2 * chip.link_bandwidth
     free = [
@@ -228,6 +234,7 @@ def link_bandwidths(chip, shape, wraps, mesh, *, host_bandwidth):
     return Links(
         model=chip.link_bandwidth if parts == 2 else both,
         batch=sum(free) or both,
+        hops=max(1.0, len(free) * batch ** (1 / max(len(free), 1)) / 4),
     )
 
 

@@ -380,7 +380,8 @@ def _cause(kind, axis, phase, op_name):
         if cause in op_name:  # A `jax.named_scope` of ours.
             return cause.replace("_", " ")
     over_batch = axis in ("batch", "both")
-    if over_batch and phase == "backward" and "reduce" in kind:
+    sums = "reduce" in kind or kind == "all-to-all"
+    if over_batch and phase == "backward" and sums:
         return "gradient reduction"
     if not block and ("pooling/" in op_name or "head" in op_name):
         return "pooling and head"
