@@ -179,7 +179,7 @@ def step_times(model, weights, *, mesh, images, links, flops, remat):
         windows += [(into, ring), (out, ring)]
         windows += [(2 * into, 2 * ring), (2 * out, ring)]
         if remat:
-            pass
+            windows.append((into, ring))
             if index < len(pairs) - 1:  # What follows needs the result.
                 windows.append((out, ring))
     attention = 2 * seconds(model.tokens, d)

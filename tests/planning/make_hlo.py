@@ -18,6 +18,8 @@ from keras_vit22b.distribution.mesh import device_mesh
 from keras_vit22b.planning.chips import Slice
 
 FOLDER = pathlib.Path(__file__).parent / "hlo"
+# What a schedule asks the place in the model of.
+PLACED = re.compile(r" (fusion|while|all-|reduce-|collective-)\S*\(")
 TOKENS, WIDTH, HEADS, OUT = 64, 256, 8, 128
 
 
@@ -25,6 +27,7 @@ def main():
     ring("v4:2x2x2")
     gathered_weights("v4:2x2x2", "v4_synchronous_gather")
     gathered_weights("v5e:2x4", "v5e_fused_gather")
+    gathered_beside_a_ring("v5e:2x4", "v5e_gather_through_loop")
 
 
 def ring(topology):
@@ -72,6 +75,27 @@ def gathered_weights(topology, name):
     )
 
 
+def gathered_beside_a_ring(topology, name):
+    """A loop of matmuls, and a weight for what comes after it."""
+    mesh = device_mesh(
+        batch=2, model=4, devices=Slice.from_name(topology).devices()
+    )
+
+    def forward(x, kernel, last):
+        with jax.named_scope("jvp(model)/block_0/in_projection"):
+            x = mesh.all_gather_matmul(x, kernel, (None, "model", None))
+        with jax.named_scope("jvp(model)/block_0/out_projection"):
+            return mesh.matmul_reduce_scatter(x, last, ("model", None, "batch"))
+
+    save(
+        name,
+        forward,
+        struct(mesh, (64, 64, 1024), ("batch", "model")),
+        struct(mesh, (1024, 8, 1024), None, "model"),
+        struct(mesh, (8, 1024, 1024), "model", None, "batch"),
+    )
+
+
 def struct(mesh, shape, *spec):
     return jax.ShapeDtypeStruct(
         shape, "bfloat16", sharding=NamedSharding(mesh.backend_mesh, P(*spec))
@@ -90,6 +114,11 @@ def save(name, function, *arguments):
         body,
         flags=re.MULTILINE,
     )
+    lines = [
+        line if PLACED.search(line) else re.sub(r", metadata=\{.*?\}", "", line)
+        for line in body.splitlines()
+    ]
+    body = "\n".join(lines) + "\n"
     (FOLDER / f"{name}.txt").write_text(f"{header}\n\n{body}")
 
 

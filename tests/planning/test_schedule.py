@@ -90,6 +90,16 @@ def test_gathers_inside_matmul_fusions_are_hidden():
     assert {t.bytes for t in schedule.transfers} == {3 / 4 * 1024 * 1024 * 2}
 
 
+def test_a_gather_that_runs_through_a_loop_is_one_transfer():
+    text = text_of("v5e_gather_through_loop")
+    body = re.search(r"\n%(\S+) \(.*\n(?:  .*\n)*?.*async_collective", text)
+    assert re.search(rf"body=%{re.escape(body[1])}\b", text)
+    schedule = read_schedule(text, model=4)
+    (gather,) = [t for t in schedule.transfers if t.cause != "ring"]
+    assert (gather.cause, gather.status) == ("weight gather", "hidden")
+    assert (gather.count, gather.bytes) == (1, 2 * 1024 * 1024 * 2 / 2)
+
+
 def test_the_axis_is_that_of_the_mesh():
     text = text_of("v4_synchronous_gather")
     for model, axis in ((8, "model"), (2, "batch"), (4, "both")):
