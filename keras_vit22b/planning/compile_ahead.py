@@ -127,11 +127,18 @@ class CompileReport:
             f"traced in {self.seconds['trace']:.0f} s, compiled in "
             f"{self.seconds['compile']:.0f} s"
         )
+        times = self.times()
+        waiting = times["waiting"]
+        lines.append(
+            f"predicted {1e3 * times['step']:.0f} ms a step: matmuls "
+            f"{1e3 * times['matmul']:.0f}, other computing "
+            f"{1e3 * times['compute']:.0f}, waiting "
+            f"{1e3 * sum(waiting.values()):.1f}"
+        )
         lines.append(
             f"{'cause':<19}{'phase':<9}{'kind':<19}{'schedule':<12}"
             f"{'count':>6}{'MB a chip':>11}{'waiting, ms':>12}"
         )
-        waiting = self.times()["waiting"]
         for row in self.schedule.summary():
             key = "/".join(row[k] for k in ("cause", "phase", "kind", "status"))
             lines.append(

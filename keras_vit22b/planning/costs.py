@@ -15,8 +15,8 @@ one out, backward two in (the input again, and its gradient) and one out, and
 recomputing repeats the first. A ring of links, both directions used, takes
 `V / (2 W)` s; two chips, one link, `V / W`.
 
-Weights that "batch" splits are gathered along it forward and backward, and
-their gradients exchanged and summed: each `2 P / Y (X - 1) / X` bytes for `P`
+Weights that "batch" splits are gathered along it once and kept, and their
+gradients exchanged and summed: each `2 P / Y (X - 1) / X` bytes for `P`
 weights. Gradients of the others are all-reduced, twice that. A gather takes
 `bytes / (2 W D)` s over the `D` dimensions of the torus that "model" leaves;
 what is exchanged goes `D X^(1/D) / 4` links, so it takes as many times longer.
@@ -191,7 +191,7 @@ def step_times(model, weights, *, mesh, images, links, flops, remat):
         size = weight.bytes * weight.size / weight.model_parts
         size *= (sharers - 1) / sharers
         if weight.batch_parts > 1:
-            gathered += 2 * size
+            gathered += size
             reduced += links.hops * size
         else:
             reduced += 2 * size

@@ -291,8 +291,7 @@ class _Reader:
         chips = 2 if kind == "collective-permute" else _group_size(groups)
         axis = self._axis(groups, kind)
         op_name = collective.op_name or instruction.op_name
-        phase = _phase(op_name)
-        block = _BLOCK.search(op_name + "/")
+        phase = phase_of(op_name)
         return Transfer(
             name=instruction.name,
             kind=kind,
@@ -304,7 +303,7 @@ class _Reader:
             status="exposed" if role.kind == "start" else "synchronous",
             phase=phase,
             cause=_cause(kind, axis, phase, op_name),
-            block=int(block[1]) if block else None,
+            block=block_of(op_name),
             op_name=op_name,
         )
 
@@ -367,15 +366,25 @@ def _sent_bytes(kind, collective, chips):
     return round(size * share)
 
 
-def _phase(op_name):
-    # Ours go `jit(train_step)/...`; a gradient is of a `transpose`.
-    if "transpose(" in op_name:
+def phase_of(op_name):
+    """Return `"forward"`, `"backward"` or `"update"`, from an operation's path.
+
+    Those of `train_step` are in `jvp(...)` forward, and in `transpose(...)`
+    or, recomputed, `rematted_computation` backward.
+    """
+    if "transpose(" in op_name or "rematted_computation" in op_name:
         return "backward"
     return "forward" if "jvp(" in op_name else "update"
 
 
-def _cause(kind, axis, phase, op_name):
+def block_of(op_name):
+    """Return the index of the block in an operation's path, or `None`."""
     block = _BLOCK.search(op_name + "/")
+    return int(block[1]) if block else None
+
+
+def _cause(kind, axis, phase, op_name):
+    in_block = block_of(op_name) is not None
     for cause in ("weight_gather", "gradient_reduction"):
         if cause in op_name:  # A `jax.named_scope` of ours.
             return cause.replace("_", " ")
@@ -383,10 +392,10 @@ def _cause(kind, axis, phase, op_name):
     sums = "reduce" in kind or kind == "all-to-all"
     if over_batch and phase == "backward" and sums:
         return "gradient reduction"
-    if not block and ("pooling/" in op_name or "head" in op_name):
+    if not in_block and ("pooling/" in op_name or "head" in op_name):
         return "pooling and head"
-    if block and axis == "model":
+    if in_block and axis == "model":
         return "ring"
-    if block and axis == "batch" and kind in KINDS[:2]:
+    if in_block and axis == "batch" and kind in KINDS[:2]:
         return "weight gather"
     return "other"

@@ -9,9 +9,9 @@ computing. So this is a prediction, and a lower bound of the waiting.
 
 import collections
 import dataclasses
-import re
 
-_BLOCK = re.compile(r"block_(\d+)/")
+from keras_vit22b.planning.schedule import block_of
+from keras_vit22b.planning.schedule import phase_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Interval:
         start: float.
         end: float.
         block: int, or `None`.
-        phase: string. Of a transfer; else `""`.
+        phase: string. `"forward"`, `"backward"` or `"update"`.
         cause: string. Of a transfer; else `""`.
         key: string. Of a transfer: cause, phase, kind and status, as in
             `Schedule.summary`; else `""`.
@@ -34,7 +34,7 @@ class Interval:
     start: float
     end: float
     block: int | None
-    phase: str = ""
+    phase: str
     cause: str = ""
     key: str = ""
 
@@ -71,12 +71,12 @@ class _Clock:
             else:
                 start = self.now
                 self.now += step.cycles / self.chip.clock
-                block = _BLOCK.search(step.op_name)
                 yield Interval(
                     step.kind,
                     start,
                     self.now,
-                    int(block[1]) if block else None,
+                    block_of(step.op_name),
+                    phase_of(step.op_name),
                 )
 
     def _transfer(self, step):
@@ -150,22 +150,22 @@ def block_timeline(schedule, chip, block):
         ValueError: if no matmul of the block is in the schedule.
     """
     everything = list(intervals(schedule, chip))
-    own = [i for i in everything if i.block == block and i.lane == "matmul"]
-    if not own:
-        raise ValueError(f"The schedule has no matmul of block {block}.")
-    # The largest gap between matmuls of a block parts forward from backward.
-    gaps = [b.start - a.end for a, b in zip(own, own[1:])]
-    cut = gaps.index(max(gaps)) + 1 if gaps else 1
-    parts = {"forward": own[:cut], "backward": own[cut:]}
-    return {
-        name: [
+    parts = {}
+    for phase in ("forward", "backward"):
+        own = [
             i
             for i in everything
-            if i.end > part[0].start and i.start < part[-1].end
+            if (i.lane, i.block, i.phase) == ("matmul", block, phase)
         ]
-        for name, part in parts.items()
-        if part
-    }
+        if own:
+            parts[phase] = [
+                i
+                for i in everything
+                if i.end > own[0].start and i.start < own[-1].end
+            ]
+    if not parts:
+        raise ValueError(f"The schedule has no matmul of block {block}.")
+    return parts
 
 
 _COLORS = {
