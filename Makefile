@@ -15,7 +15,7 @@ test: $(VENV)/.test-installed
 	@for backend in $(BACKENDS); do \
 		if $(BIN)/python -c "import $$backend" 2>/dev/null; then \
 			echo "== $$backend =="; \
-			KERAS_BACKEND=$$backend TF_CPP_MIN_LOG_LEVEL=3 \
+			KERAS_BACKEND=$$backend JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=3 \
 				$(BIN)/python -m pytest --numprocesses 2 || exit 1; \
 		else echo "== $$backend is not installed =="; fi; \
 	done
@@ -34,5 +34,5 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml
 	@touch $@
 
 $(VENV)/.test-installed: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --editable ".[test,tpu-check]"
 	@touch $@ $(VENV)/.installed

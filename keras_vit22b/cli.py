@@ -212,6 +212,87 @@ def _metrics(path, folder):
     return metrics
 
 
+@app.command("compile")
+def compile_command(
+    preset: Annotated[str, typer.Argument(help="Preset name or folder.")],
+    topology: Annotated[str, typer.Option(help="Such as v4:8x8x16.")],
+    batch: Annotated[int, typer.Option(help="Size of the axis batch.")],
+    model: Annotated[int, typer.Option(help="Size of the axis model.")],
+    images_per_chip: Annotated[int, typer.Option()],
+    num_layers: Annotated[
+        int | None, typer.Option(help="Blocks, if not the preset's.")
+    ] = None,
+    num_classes: Annotated[int, typer.Option(help="Of the head.")] = 1000,
+    fsdp: Annotated[
+        bool, typer.Option(help="Shard weights over batch too.")
+    ] = True,
+    optimizer: Annotated[str, typer.Option()] = "adamw",
+    overlap: Annotated[
+        str, typer.Option(help="auto, ring, xla or off.")
+    ] = "auto",
+    remat: Annotated[
+        bool, typer.Option(help="Recompute blocks in the backward pass.")
+    ] = True,
+    plot: Annotated[
+        str | None, typer.Option(help="PNG of one block's schedule.")
+    ] = None,
+    as_json: Json = False,
+):
+    """Compile a training step for a TPU slice that is not there."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    # Where libtpu is installed, JAX would look for a TPU.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    with _quiet_import():
+        from keras_vit22b.planning.compile_ahead import compile_for
+    report = compile_for(
+        topology,
+        preset,
+        batch=batch,
+        model=model,
+        images_per_chip=images_per_chip,
+        num_layers=num_layers,
+        num_classes=num_classes,
+        fsdp=fsdp,
+        optimizer=optimizer,
+        overlap=overlap,
+        remat=remat,
+    )
+    if plot is not None:
+        report.plot(plot)
+    typer.echo(report.to_json() if as_json else str(report))
+
+
+@app.command()
+def plan(
+    preset: Annotated[str, typer.Argument(help="Preset name or folder.")],
+    chips: Annotated[int, typer.Option()],
+    kind: Annotated[str, typer.Option(help="v4, v5e, v5p, v6e, h100, h200.")],
+    images: Annotated[int, typer.Option(help="A step, of all chips.")],
+    num_classes: Annotated[int, typer.Option(help="Of the head.")] = 1000,
+    remat: Annotated[
+        bool, typer.Option(help="Recompute blocks in the backward pass.")
+    ] = True,
+    matmul_efficiency: Annotated[
+        float, typer.Option(help="Part of the peak that matmuls reach.")
+    ] = 0.75,
+    as_json: Json = False,
+):
+    """List meshes for training, with memory, times and predicted MFU."""
+    with _quiet_import():
+        from keras_vit22b.planning.planner import plan as make_plan
+    result = make_plan(
+        preset,
+        kind=kind,
+        chips=chips,
+        images=images,
+        num_classes=num_classes,
+        remat=remat,
+        matmul_efficiency=matmul_efficiency,
+    )
+    typer.echo(result.to_json() if as_json else str(result))
+
+
 @app.command()
 def probe(
     preset: Annotated[

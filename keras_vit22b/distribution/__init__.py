@@ -7,9 +7,11 @@ import importlib
 
 _PUBLIC = {
     "OverlapMesh": "keras_vit22b.distribution.mesh",
+    "compile_for": "keras_vit22b.planning.compile_ahead",
     "coverage": "keras_vit22b.distribution.coverage_report",
     "device_mesh": "keras_vit22b.distribution.mesh",
     "initialize": "keras_vit22b.distribution.mesh",
+    "plan": "keras_vit22b.planning.planner",
 }
 
 __all__ = [*_PUBLIC]

@@ -136,3 +136,51 @@ def _memory():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return None
+
+
+def train_state_structs(model, batch):
+    """Describe what `fit` passes between steps, without allocating any.
+
+    Every variable of the model, its optimizer and its metrics gets a
+    description as its value, so the model can be traced and nothing else.
+
+    Args:
+        model: an abstract, compiled model. The distribution in force, if any,
+            says how variables are laid out; the optimizer and the metrics must
+            have been created without one.
+        batch: tuple of `jax.ShapeDtypeStruct`, as `fit` gets data.
+
+    Returns:
+        The four lists that `train_step` takes, of `jax.ShapeDtypeStruct`.
+    """
+    import jax
+
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        # Slots of the optimizer copy a variable's layout.
+        for variable in model.variables:
+            variable._initialize_layout()
+    with abstract_build():
+        model.optimizer.build(model.trainable_variables)
+    for part in model._flatten_layers():
+        # The check that weights are there would stop the trace.
+        if "_is_abstract" in part.__dict__:
+            part.__dict__["_is_abstract"] = False
+    keras.distribution.set_distribution(None)
+    model._symbolic_build(data_batch=batch)
+    keras.distribution.set_distribution(distribution)
+    variables = (
+        *model.variables,
+        *model.optimizer.variables,
+        *model.metrics_variables,
+    )
+    for variable in variables:
+        variable._value = jax.ShapeDtypeStruct(
+            variable.shape, variable.dtype, sharding=_sharding(variable)
+        )
+    return model._get_jax_state(
+        trainable_variables=True,
+        non_trainable_variables=True,
+        optimizer_variables=True,
+        metrics_variables=True,
+    )
