@@ -127,15 +127,14 @@ class OverlapMesh(keras.distribution.DeviceMesh):
         )
 
     def remat(self, function):
-        """Return `keras.remat(function)`, that does not hold kernels back.
+        """Return `function` of one tensor, recomputed in the backward pass.
 
-        In the backward pass, what `function` reads beside its argument, such
-        as kernels over "batch", may be gathered before its turn has come.
+        As `keras.remat` does, but without keeping kernels from being gathered
+        in time.
         """
-        import jax
+        from keras_vit22b.distribution.recompute import recompute
 
-        # Of the argument alone; of what is closed over in no case.
-        return jax.checkpoint(function, prevent_cse=(True,))
+        return recompute(function)
 
     def _why_not(self, tokens, heads=None):
         """Return why sizes do not divide by the mesh, or `None`."""

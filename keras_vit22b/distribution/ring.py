@@ -6,18 +6,17 @@ the ring, and while one travels, the one before is multiplied. Going out, every
 device holds a part of every chunk's result: sums travel instead, and while one
 travels, the next part is made.
 
-Each backward pass is a ring too, not autodiff of the forward one, which would
-leave transfers exposed and keep every chunk in memory:
+Each backward pass is made of rings too, not autodiff of the forward one, which
+would leave transfers exposed and keep every chunk in memory:
 
-    y = AG(x) w     dx = RS(dy w^T)     dw = AG(x)^T dy
-    z = RS(y w)     dy = AG(dz) w^T     dw = y^T AG(dz)
+    y = AG(x) w     dw = AG(x)^T dy    dx = RS(dy w^T)
+    z = RS(y w)     dy = AG(dz) w^T    dw = y^T AG(dz)
 
-In the first, `x` and the sums of `dx` travel in opposite directions beside two
-matmuls. In the second, one ring of `dz` serves both.
-
-A transfer of half a chunk each way takes half the time of a whole chunk one
-way, since links carry both directions at once. Eight devices on TPU v4 need
-that: a whole chunk takes longer than its matmul (6144 wide, 45 GB/s a link).
+Where a transfer has one matmul beside it, halves of a chunk travel both ways,
+since links carry both directions at once and a half takes half the time. Eight
+devices on TPU v4 need that: a whole chunk (6144 wide, 45 GB/s a link) takes
+longer than its matmul. One way is enough where two matmuls or the sum of a
+kernel's gradient in memory go with a transfer.
 
 Loops are `fori_loop`s, since the compiler reorders unrolled steps and then
 leaves transfers without a matmul beside them.
@@ -153,27 +152,13 @@ def _plain_matmul_reduce_scatter(y, kernel, size):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ring_all_gather_matmul(x, kernel, size):
-    chunk = x.shape[0]
-    parts = _parts(chunk, size)
-    y = jnp.zeros(
-        (size * chunk, x.shape[1], *kernel.shape[1:]),
-        jnp.result_type(x, kernel),
-    )
+    y_shape = (size * x.shape[0], x.shape[1], *kernel.shape[1:])
 
-    def multiply(step, travelling, y):
-        for part, x in zip(parts, travelling):
-            row = _owner(step, part, size) * chunk + part.start
-            y = _put(y, row, _in(x, kernel))
-        return y
+    def put(start, x, y):
+        return _put(y, start, _in(x, kernel))
 
-    def step(i, carry):
-        travelling, y = carry
-        arriving = [_send(x, p, size) for p, x in zip(parts, travelling)]
-        return arriving, multiply(i, travelling, y)
-
-    travelling = [_rows(x, p.start, p.rows) for p in parts]
-    travelling, y = lax.fori_loop(0, size - 1, step, (travelling, y))
-    return multiply(size - 1, travelling, y)
+    y = jnp.zeros(y_shape, jnp.result_type(x, kernel))
+    return _gather(x, y, put, size, _both_ways(x.shape[0], size))
 
 
 def _all_gather_matmul_forward(x, kernel, size):
@@ -183,28 +168,22 @@ def _all_gather_matmul_forward(x, kernel, size):
 def _all_gather_matmul_backward(size, residuals, dy):
     x, kernel = residuals
     chunk = x.shape[0]
-    there = _Part(0, chunk, +1)
-    back = _Part(0, chunk, -1)
 
-    def gradients(step, x, dw):
-        dy_x = _rows(dy, _owner(step, there, size) * chunk, chunk)
-        dw = dw + _kernel_gradient(x, dy_x)
-        dy_dx = _rows(dy, _target(step, back, size) * chunk, chunk)
+    def add(start, x, dw):
+        return dw + _kernel_gradient(x, _rows(dy, start, chunk))
+
+    dw = jnp.zeros(kernel.shape, jnp.float32)
+    dw = _gather(x, dw, add, size, _one_way(chunk)).astype(kernel.dtype)
+    # The kernel's gradient first: its exchange over "batch" can then run
+    # beside what follows.
+    dw, dy = lax.optimization_barrier((dw, dy))
+
+    def multiply(start, rows):
         # Over the heads and f.
         axes = [*range(2, dy.ndim)], [*range(1, kernel.ndim)]
-        return jnp.tensordot(dy_dx, kernel, axes, **_FLOAT32), dw
+        return jnp.tensordot(_rows(dy, start, rows), kernel, axes, **_FLOAT32)
 
-    def step(i, carry):
-        x, dx, dw = carry
-        arriving = _send(x, there, size), _send(dx, back, size)
-        x, dx = arriving
-        own, dw = gradients(i, x, dw)
-        return x, _add([dx], [own])[0], dw
-
-    dx, dw = gradients(0, x, jnp.zeros(kernel.shape, jnp.float32))
-    carry = x, dx.astype(x.dtype), dw
-    _, dx, dw = lax.fori_loop(1, size, step, carry)
-    return dx, dw.astype(kernel.dtype)
+    return _scatter(multiply, x.dtype, chunk, size), dw
 
 
 _ring_all_gather_matmul.defvjp(
@@ -214,21 +193,12 @@ _ring_all_gather_matmul.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ring_matmul_reduce_scatter(y, kernel, size):
-    chunk = y.shape[0] // size
-    parts = _parts(chunk, size)
+    def multiply(start, rows):
+        return _out(_rows(y, start, rows), kernel, **_FLOAT32)
 
-    def multiply(step, part):
-        row = _target(step, part, size) * chunk + part.start
-        return _out(_rows(y, row, part.rows), kernel, **_FLOAT32)
-
-    def step(i, sums):
-        arriving = [_send(z, p, size) for p, z in zip(parts, sums)]
-        own = [multiply(i, p) for p in parts]
-        return _add(arriving, own)
-
-    dtype = jnp.result_type(y, kernel)
-    sums = [multiply(0, p).astype(dtype) for p in parts]
-    return jnp.concatenate(lax.fori_loop(1, size, step, sums), axis=0)
+    return _scatter(
+        multiply, jnp.result_type(y, kernel), y.shape[0] // size, size
+    )
 
 
 def _matmul_reduce_scatter_forward(y, kernel, size):
@@ -238,27 +208,84 @@ def _matmul_reduce_scatter_forward(y, kernel, size):
 def _matmul_reduce_scatter_backward(size, residuals, dz):
     y, kernel = residuals
     chunk = dz.shape[0]
-    there = _Part(0, chunk, +1)
 
-    def gradients(step, dz, dy, dw):
-        row = _owner(step, there, size) * chunk
-        dy = _put(dy, row, jnp.tensordot(dz, kernel, (-1, -1)))
-        return dy, dw + _kernel_gradient(_rows(y, row, chunk), dz)
+    def put_and_add(start, dz, gradients):
+        dy, dw = gradients
+        dy = _put(dy, start, jnp.tensordot(dz, kernel, (-1, -1)))
+        return dy, dw + _kernel_gradient(_rows(y, start, chunk), dz)
 
-    def step(i, carry):
-        dz, dy, dw = carry
-        arriving = _send(dz, there, size)
-        return arriving, *gradients(i, dz, dy, dw)
-
-    carry = dz, jnp.zeros_like(y), jnp.zeros(kernel.shape, jnp.float32)
-    dz, dy, dw = lax.fori_loop(0, size - 1, step, carry)
-    dy, dw = gradients(size - 1, dz, dy, dw)
+    gradients = jnp.zeros_like(y), jnp.zeros(kernel.shape, jnp.float32)
+    dy, dw = _gather(dz, gradients, put_and_add, size, _one_way(chunk))
     return dy, dw.astype(kernel.dtype)
 
 
 _ring_matmul_reduce_scatter.defvjp(
     _matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward
 )
+
+
+def _gather(x, result, visit, size, parts):
+    """Send the devices' chunks `x` round, and visit each on the way.
+
+    Args:
+        x: array `(chunk, ...)`, the chunk of this device.
+        result: what `visit` makes, before any visit.
+        visit: function from the first row of a part within the whole batch,
+            the part and the result so far, to the result.
+        size: int. Devices in the ring.
+        parts: list of `_Part`.
+    """
+    chunk = x.shape[0]
+
+    def visit_all(step, travelling, result):
+        for part, x in zip(parts, travelling):
+            start = _owner(step, part, size) * chunk + part.start
+            result = visit(start, x, result)
+        return result
+
+    def step(i, carry):
+        travelling, result = carry
+        arriving = [_send(x, p, size) for p, x in zip(parts, travelling)]
+        return arriving, visit_all(i, travelling, result)
+
+    travelling = [_rows(x, p.start, p.rows) for p in parts]
+    carry = travelling, result
+    travelling, result = lax.fori_loop(0, size - 1, step, carry)
+    return visit_all(size - 1, travelling, result)
+
+
+def _scatter(multiply, dtype, chunk, size):
+    """Send sums round, each to the device whose chunk it is.
+
+    Args:
+        multiply: function from a first row and a number of rows, within the
+            whole batch, to this device's share of their sum, in float32.
+        dtype: in which sums travel.
+        chunk: int. Rows of a device.
+        size: int. Devices in the ring.
+
+    Returns:
+        An array `(chunk, ...)`.
+    """
+    parts = _both_ways(chunk, size)
+
+    def shares(step):
+        # After a step the sum is here of whose chunk would be one later.
+        starts = [_owner(step + 1, p, size) * chunk + p.start for p in parts]
+        return [multiply(s, p.rows) for s, p in zip(starts, parts)]
+
+    def step(i, sums):
+        arriving = [_send(z, p, size) for p, z in zip(parts, sums)]
+        # Kept apart, or the compiler fuses a sum into its matmul, which then
+        # waits for the transfer.
+        arriving, own = lax.optimization_barrier((arriving, shares(i)))
+        return [
+            (z.astype(o.dtype) + o).astype(dtype) for z, o in zip(arriving, own)
+        ]
+
+    sums = [share.astype(dtype) for share in shares(0)]
+    return jnp.concatenate(lax.fori_loop(1, size, step, sums), axis=0)
+
 
 # === One step ===
 
@@ -280,11 +307,15 @@ class _Part(typing.NamedTuple):
     direction: int
 
 
-def _parts(chunk, size):
+def _one_way(chunk):
+    return [_Part(0, chunk, +1)]
+
+
+def _both_ways(chunk, size):
     """Halve a chunk of `chunk` rows, if both ways round differ."""
     half = chunk // 2
     if size < 3 or not half:
-        return [_Part(0, chunk, +1)]
+        return _one_way(chunk)
     return [_Part(0, half, +1), _Part(half, chunk - half, -1)]
 
 
@@ -292,11 +323,6 @@ def _owner(step, part, size):
     """Return whose chunk is here after `step` transfers."""
     rank = lax.axis_index(MODEL)
     return lax.rem(rank + size - part.direction * step, size)
-
-
-def _target(step, part, size):
-    """Return whose sum is here after `step` of `size - 1` transfers."""
-    return _owner(step + 1, part, size)
 
 
 def _in(x, kernel):
@@ -323,12 +349,3 @@ def _rows(x, start, rows):
 
 def _put(x, start, rows):
     return lax.dynamic_update_slice_in_dim(x, rows, start, axis=0)
-
-
-def _add(arriving, own):
-    # Kept apart, or the compiler fuses a sum into its matmul, which then
-    # waits for the transfer.
-    arriving, own = lax.optimization_barrier((arriving, own))
-    return [
-        (z.astype(o.dtype) + o).astype(z.dtype) for z, o in zip(arriving, own)
-    ]

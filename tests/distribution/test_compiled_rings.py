@@ -143,8 +143,7 @@ def transfers(text):
 def test_no_transfer_waits(run_on_eight_devices, topology, batch, model):
     text = run_on_eight_devices(SCRIPT, topology, batch, model)
     found = transfers(text)
-    # Each block: two halves in, two halves out; in the backward pass the
-    # first again, then dz, and x with the sums of dx. The last output of all
-    # is not needed for the gradients.
-    assert len(found) >= 2 * (2 + 2 + 1 + 2)
+    # Forward of the first block, whose output the second needs; and both
+    # backward, with the way in once more.
+    assert len(found) == (2 + 2) + 2 * (2 + 1 + 1 + 2)
     assert min(found) > 0
