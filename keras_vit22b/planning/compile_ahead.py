@@ -295,7 +295,8 @@ def _lower(
             classifier = ViT22BImageClassifier(
                 backbone, num_classes, compile=False
             )
-        # Metrics have values, and these devices cannot hold any.
+        # Metrics have values, and these devices cannot hold any. So the step
+        # is that of several hosts, where `fit` fills up no batch.
         keras.distribution.set_distribution(None)
         classifier.compile(optimizer)
         keras.distribution.set_distribution(distribution)
