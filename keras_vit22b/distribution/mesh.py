@@ -91,7 +91,7 @@ class OverlapMesh(keras.distribution.DeviceMesh):
         if self.overlap == "xla":
             x = self._constrain(x, ("batch", "model"))
             y = keras.ops.tensordot(x, kernel, 1)
-            return self._constrain(y, "batch", None, "model", None)
+            return self._constrain(y, "batch", None, "model")
         # Here, since JAX need not be there until a mesh is used.
         from keras_vit22b.distribution import ring
 
@@ -117,7 +117,7 @@ class OverlapMesh(keras.distribution.DeviceMesh):
             self._refuse(why_not)
             return keras.ops.tensordot(y, kernel, len(kernel.shape) - 1)
         if self.overlap == "xla":
-            y = self._constrain(y, "batch", None, "model", None)
+            y = self._constrain(y, "batch", None, "model")
             z = keras.ops.tensordot(y, kernel, len(kernel.shape) - 1)
             return self._constrain(z, ("batch", "model"))
         from keras_vit22b.distribution import ring
