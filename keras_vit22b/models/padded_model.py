@@ -54,7 +54,8 @@ class PaddedModel(keras.Model):
         if validation is not None:
             kwargs["validation_data"] = padded_data(
                 *keras.utils.unpack_x_y_sample_weight(validation),
-                batch_size=kwargs.pop("validation_batch_size", batch_size),
+                batch_size=kwargs.pop("validation_batch_size", None)
+                or batch_size,
                 steps=kwargs.get("validation_steps"),
             )
         data = padded_data(

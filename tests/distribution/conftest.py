@@ -25,7 +25,7 @@ def run_on_eight_devices():
             env={**os.environ, **SIMULATED},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1800,
         )
         assert process.returncode == 0, process.stderr[-4000:]
         return json.loads(process.stdout.splitlines()[-1])
