@@ -9,7 +9,7 @@ import pytest
 
 from keras_vit22b.distribution import device_mesh
 from keras_vit22b.distribution import initialize
-from keras_vit22b.distribution.mesh import order_devices
+from keras_vit22b.distribution.device_order import order_devices
 
 jax_only = pytest.mark.skipif(
     keras.config.backend() != "jax", reason="Meshes are of the JAX backend."
