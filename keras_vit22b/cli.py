@@ -110,7 +110,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    width = max(len(row["name"]) for row in rows)
+    width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
         shape = " x ".join(map(str, row["shape"])) or "scalar"
         typer.echo(

@@ -200,6 +200,10 @@ class ViT22BImageClassifier(
         super()._note_abstract()
         self.backbone._note_abstract()
 
+    def _note_half_loaded(self, value):
+        super()._note_half_loaded(value)
+        self.backbone._note_half_loaded(value)
+
     def _compile_default(self):
         self.compile()
 

@@ -18,6 +18,7 @@ from keras_vit22b.weights.card import make_card
 from keras_vit22b.weights.preset_folder import PresetFolder
 from keras_vit22b.weights.preset_folder import replacing_file
 from keras_vit22b.weights.preset_folder import replacing_folder
+from keras_vit22b.weights.shards import INDEX_FILE
 from keras_vit22b.weights.shards import KERAS_INDEX_FILE
 from keras_vit22b.weights.shards import Shards
 from keras_vit22b.weights.shards import is_first_process
@@ -169,7 +170,12 @@ class PresetModel:
         return super().call(inputs, training=training, mask=mask)
 
     def check_has_weights(self):
-        """Raise if the model was built abstractly and nothing was loaded."""
+        """Raise if nothing was loaded into an abstract model, or half of it."""
+        if self.__dict__.get("_is_half_loaded"):
+            raise ValueError(
+                f"Loading weights into {self.name} failed on the way, so old "
+                "and new ones are mixed. Load weights again."
+            )
         if not self.__dict__.get("_is_abstract"):
             return
         self._note_abstract()
@@ -186,6 +192,14 @@ class PresetModel:
         trains, so that a look at them would not tell.
         """
         self.__dict__["_is_abstract"] = any(map(is_abstract, self.weights))
+
+    def _note_half_loaded(self, value):
+        """Note whether old and new weights are mixed."""
+        self.__dict__["_is_half_loaded"] = value
+        if value:  # What was compiled does not come by `call` again.
+            self.train_function = None
+            self.test_function = None
+            self.predict_function = None
 
     def save_to_preset(self, preset_dir, max_shard_size="5GB", *, card=None):
         """Save the model to a folder that `from_preset` reads.
@@ -263,9 +277,15 @@ class PresetModel:
         """
         path = pathlib.Path(filepath)
         # Keras has an index of this name too, of H5 shards.
-        is_index = path.name == KERAS_INDEX_FILE and any(
-            path.parent.glob("*.safetensors")
+        is_index = path.name == INDEX_FILE or (
+            path.name == KERAS_INDEX_FILE
+            and any(path.parent.glob("*.safetensors"))
         )
+        if path.is_dir():
+            raise ValueError(
+                f"{path} is a folder. from_preset loads one; load_weights, its "
+                f"{INDEX_FILE} or one .safetensors file."
+            )
         if path.suffix != ".safetensors" and not is_index:
             return super().load_weights(filepath, **kwargs)
         _refuse(kwargs)
@@ -296,10 +316,18 @@ class PresetModel:
 
     def _load_tensors(self, shards, *, new_head=False):
         variables = self._tensors_to_load(new_head)
-        for variable, stored in stored_tensors(
-            shards, variables, self._grid_size
-        ):
-            set_value(variable, stored)
+        done = 0
+        try:
+            for variable, stored in stored_tensors(
+                shards, variables, self._grid_size
+            ):
+                set_value(variable, stored)
+                done += 1
+        except BaseException:
+            if done:
+                self._note_half_loaded(True)
+            raise
+        self._note_half_loaded(False)
         self._note_abstract()
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 
 from keras_vit22b.weights.preset_folder import PresetFolder
+from keras_vit22b.weights.preset_folder import hash_file
 from keras_vit22b.weights.preset_folder import replacing_file
 from keras_vit22b.weights.safetensors_file import MAX_HEADER_BYTES
 from keras_vit22b.weights.shards import WEIGHTS_FILE
@@ -25,7 +26,8 @@ from keras_vit22b.weights.shards import read_index
 logger = logging.getLogger(__name__)
 
 SCHEME = "hf://"
-HANDLE = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@(.+))?")
+REPOSITORY = r"[\w.-]+/[\w.-]+"
+HANDLE = re.compile(rf"hf://({REPOSITORY})(?:@(.+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # What a preset may hold, and the bytes of one file that is not of weights.
 FILE_NAME = re.compile(
@@ -38,7 +40,6 @@ ATTEMPTS = 5
 LONGEST_WAIT = 8.0
 # Seconds for an answer, the client's own attempts included.
 TIMEOUT = 60.0
-CHUNK = 16 * 1024 * 1024
 # Bytes to ask for before the length of a header is known.
 USUAL_HEADER = 64 * 1024
 
@@ -105,7 +106,7 @@ class HubPreset:
         from huggingface_hub import constants
 
         self.repository, revision = parse_handle(handle, revision)
-        self._token = token
+        self._token = token = check_token(token)
         self._local = local_files_only or constants.is_offline_mode()
         self._cache = pathlib.Path(cache_dir or constants.HF_HUB_CACHE)
         self._api = HfApi(library_name="keras_vit22b", token=token)
@@ -215,7 +216,7 @@ class HubPreset:
             return revision
         resolved = self._call(
             "resolve",
-            lambda: _in_time(
+            lambda: in_time(
                 self._api.resolve_revision,
                 self.repository,
                 revision=revision,
@@ -230,7 +231,9 @@ class HubPreset:
         """Return names and hashes; from a record of an earlier load if any."""
         if self._record.is_file():
             with contextlib.suppress(ValueError):
-                return json.loads(self._record.read_text())
+                hashes = json.loads(self._record.read_text())
+                if _is_record(hashes):
+                    return hashes
         if self._local:
             raise ValueError(
                 f"{self} is not in the cache {self._cache}, and only local "
@@ -238,7 +241,7 @@ class HubPreset:
             )
         entries = self._call(
             "list",
-            lambda: _in_time(
+            lambda: in_time(
                 lambda: list(
                     self._api.list_repo_tree(
                         self.repository, revision=self.commit, token=self._token
@@ -289,7 +292,7 @@ class HubPreset:
         state = f"{status.st_size} {status.st_mtime_ns}"
         if mark.is_file() and mark.read_text() == state:
             return
-        found = _hash_of(path, sha256=len(expected) == 64)
+        found = hash_of(path, sha256=len(expected) == 64)
         if status.st_size != size or found != expected:
             _remove_with_target(path)
             raise ValueError(
@@ -326,7 +329,7 @@ class HubPreset:
                 errors.OfflineModeIsEnabled,
                 errors.RevisionResolutionError,
             ) as error:
-                if not _is_passing(error.__cause__):
+                if not is_passing(error.__cause__):
                     problem = (
                         "it is not in the cache and the Hub was not reached "
                         f"({type(error).__name__})"
@@ -342,13 +345,15 @@ class HubPreset:
                 OSError,
                 RuntimeError,  # Of hf_xet.
             ) as error:
-                if _is_passing(error) and attempt + 1 < ATTEMPTS:
+                if is_passing(error) and attempt + 1 < ATTEMPTS:
                     self._wait(action, attempt, error)
                     continue
                 problem = f"{type(error).__name__} on attempt {attempt + 1}"
                 response = getattr(error, "response", None)
                 if response is not None:
                     problem += f", status {response.status_code}"
+                    if response.status_code == 401:
+                        problem += ": the token is not valid"
             raise ValueError(
                 f"Cannot {action} {SCHEME}{self.repository}: {problem}."
             ) from None
@@ -366,7 +371,33 @@ class HubPreset:
         time.sleep(seconds)
 
 
-def _in_time(request, *args, **options):
+def _is_record(hashes):
+    """Return whether this is what `_list_files` writes."""
+    return (
+        isinstance(hashes, dict)
+        and bool(hashes)
+        and all(
+            isinstance(entry, list)
+            and [type(part) for part in entry] == [str, int]
+            for entry in hashes.values()
+        )
+    )
+
+
+def check_token(token):
+    """Return a token without the line's end that a file may have given it."""
+    if not isinstance(token, str):
+        return token
+    token = token.strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise ValueError(
+            "token is not one of the Hub's, which are like hf_ and letters. It "
+            "is not shown here."
+        )
+    return token
+
+
+def in_time(request, *args, **options):
     """Make a request to which the client itself sets no timeout.
 
     Raises:
@@ -384,7 +415,7 @@ def _in_time(request, *args, **options):
     return answer.result(TIMEOUT)
 
 
-def _is_passing(error):
+def is_passing(error):
     """Return whether an error may go away: 5xx, 429, timeouts, resets."""
     from huggingface_hub.utils import httpx
 
@@ -403,7 +434,7 @@ def _remove_with_target(path):
     path.unlink(missing_ok=True)
 
 
-def _hash_of(path, *, sha256):
+def hash_of(path, *, sha256):
     """Return a file's sha256, or git's sha1 of it as a blob."""
     if sha256:
         digest = hashlib.sha256()
@@ -411,9 +442,7 @@ def _hash_of(path, *, sha256):
         digest = hashlib.sha1(usedforsecurity=False)
         digest.update(b"blob %d\0" % path.stat().st_size)
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hash_file(file, digest)
 
 
 class HubFolder(PresetFolder):
@@ -448,8 +477,10 @@ class HubFolder(PresetFolder):
     def fetch_all(self):
         """Bring the files of weights into the cache too, checked."""
         index = read_index(self)
-        names = {WEIGHTS_FILE} if index is None else index.weight_map.values()
-        self._preset.fetch(sorted(set(names).intersection(self._preset.names)))
+        if index is not None:
+            self._preset.fetch(sorted(set(index.weight_map.values())))
+        elif self.has(WEIGHTS_FILE):
+            self._preset.fetch([WEIGHTS_FILE])
 
 
 def _is_weights(name):

@@ -1,7 +1,6 @@
 """What is particular to JAX: arrays over devices and over processes."""
 
 import contextlib
-import hashlib
 
 import jax
 import numpy as np
@@ -9,8 +8,6 @@ from jax.experimental import multihost_utils
 
 from keras_vit22b.weights.preset_folder import replacing_folder
 from keras_vit22b.weights.preset_folder import staging_path
-
-CHUNK = 16 * 1024 * 1024
 
 
 def sharded_array(shape, sharding, read_slice):
@@ -37,9 +34,27 @@ def sharded_array(shape, sharding, read_slice):
     return jax.make_array_from_callback(tuple(shape), sharding, part)
 
 
-def wait_for_all(point):
-    """Wait until every process has come to this point of the program."""
-    multihost_utils.sync_global_devices(point)
+@contextlib.contextmanager
+def all_or_none():
+    """Wait for every process at the end of the body; if one fails, all raise.
+
+    Raises:
+        RuntimeError: if the body failed in another process.
+    """
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    failed = multihost_utils.process_allgather(np.array([error is not None]))
+    if error is not None:
+        raise error
+    if failed.any():
+        numbers = ", ".join(map(str, np.flatnonzero(failed.ravel())))
+        raise RuntimeError(
+            f"It failed in process {numbers}; see the error there. Nothing was "
+            "saved."
+        )
 
 
 @contextlib.contextmanager
@@ -50,15 +65,14 @@ def replacing_folder_together(path):
         path: path of the folder, which all processes see.
     """
     if is_first_process():
-        with replacing_folder(path, owner="together") as folder:
-            wait_for_all(f"{path} begun")
-            yield folder
-            wait_for_all(f"{path} written")
+        replacing = replacing_folder(path, owner="together")
     else:
-        wait_for_all(f"{path} begun")
-        yield staging_path(path, owner="together")
-        wait_for_all(f"{path} written")
-    wait_for_all(f"{path} replaced")
+        replacing = contextlib.nullcontext(staging_path(path, "together"))
+    stack = contextlib.ExitStack()
+    with all_or_none():
+        folder = stack.enter_context(replacing)
+    with all_or_none(), stack, all_or_none():
+        yield folder
 
 
 def write_own_slices(path, specs, tensors):
@@ -86,15 +100,6 @@ def write_own_slices(path, specs, tensors):
             whole = mapped.view(spec.dtype).reshape(spec.shape)
             whole[shard.index] = np.asarray(shard.data)
             mapped.flush()
-
-
-def hash_file(path):
-    """Return a file's sha256, in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def num_processes():

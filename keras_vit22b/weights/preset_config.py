@@ -20,6 +20,8 @@ CARD_FILE = "README.md"
 # Key of config.json, beside keras-hub's own, for a classifier's head.
 HEAD = "head"
 PACKAGE = "keras_vit22b"
+# Keys of a file that describes a class.
+TOP_LEVEL = {"module", "class_name", "config", "registered_name", HEAD}
 
 
 def write_json(path, value):
@@ -211,16 +213,49 @@ def read_fields(
             bounds.
     """
     content, path = folder.read_json(name), folder.path / name
-    registered = content.get("registered_name")
-    if class_name is not None and registered != f"{PACKAGE}>{class_name}":
-        raise ValueError(
-            f"{path} describes {registered!r}, expected "
-            f"'{PACKAGE}>{class_name}'."
-        )
+    if class_name is not None:
+        _check_class(path, content, class_name)
     values = content.get(section)
     if values is None and optional:
         return None
     return _check_fields(path, section, values, fields, required)
+
+
+def _check_class(path, content, class_name):
+    """Raise unless a file describes a class, and says nothing else."""
+    registered = content.get("registered_name")
+    if registered != f"{PACKAGE}>{class_name}":
+        raise ValueError(
+            f"{path} describes {registered!r}, expected "
+            f"'{PACKAGE}>{class_name}'."
+        )
+    module = content.get("module", PACKAGE)
+    if str(module).split(".")[0] != PACKAGE:
+        raise ValueError(f"{path} names module {module!r}, not {PACKAGE}.")
+    if content.get("class_name", class_name) != class_name:
+        raise ValueError(
+            f"{path} names class {content['class_name']!r}, not {class_name}."
+        )
+    unknown = set(content) - TOP_LEVEL
+    if unknown:
+        raise ValueError(
+            f"{path} is not valid: unknown field "
+            f"{', '.join(map(repr, sorted(unknown)))}."
+        )
+
+
+def check_preprocessor(folder):
+    """Raise unless preprocessor.json, for stock keras-hub, is as we write it.
+
+    Args:
+        folder: an open `PresetFolder`.
+    """
+    if folder.has(PREPROCESSOR_FILE):
+        _check_class(
+            folder.path / PREPROCESSOR_FILE,
+            folder.read_json(PREPROCESSOR_FILE),
+            "ViT22BImageClassifierPreprocessor",
+        )
 
 
 def check_json(files):

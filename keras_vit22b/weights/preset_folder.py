@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import glob
+import hashlib
 import json
 import os
 import pathlib
@@ -18,8 +19,10 @@ import shutil
 import socket
 import stat
 import sys
+import threading
 
 SUFFIX = ".saving"
+MOST_FAULTS = 50
 # The names that a save makes: an old preset's are not kept.
 OWN_NAMES = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|"
@@ -28,8 +31,10 @@ OWN_NAMES = re.compile(
 # A pipe would keep its reader waiting; it is opened to be refused.
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 BINARY = getattr(os, "O_BINARY", 0)
+CHUNK = 16 * 1024 * 1024
 AT_FDCWD = -100
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS.
+_SAVING = threading.RLock()
 
 
 class PresetFolder:
@@ -156,12 +161,34 @@ class PresetFolder:
         return value
 
 
+def hash_file(file, digest=None):
+    """Return an open file's hash, in hexadecimal.
+
+    Args:
+        file: binary file object.
+        digest: a `hashlib` object. Defaults to `None`: sha256.
+    """
+    digest = digest or hashlib.sha256()
+    while chunk := file.read(CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def listed(faults):
+    """Return faults as lines, or the first of very many."""
+    lines = faults[:MOST_FAULTS]
+    if len(faults) > MOST_FAULTS:
+        lines = [*lines, f"and {len(faults) - MOST_FAULTS:,} more"]
+    return "".join(f"\n  {line}" for line in lines)
+
+
 @contextlib.contextmanager
 def replacing_file(path):
     """Yield a temporary path that becomes `path` if the body succeeds."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{SUFFIX}")
+    owner = f"{os.getpid()}-{threading.get_ident()}"
+    temporary = path.with_name(f".{path.name}.{owner}{SUFFIX}")
     try:
         yield temporary
         _sync(temporary)
@@ -186,12 +213,19 @@ def staging_path(path, owner=None):
 def replacing_folder(path, owner=None):
     """Yield a new folder that becomes `path` if the body succeeds.
 
-    Files of the old folder that no save makes, such as notes, are kept.
+    Files of the old folder that no save makes, such as notes, are kept. The
+    threads of a process take turns.
 
     Args:
         path: path of the folder.
         owner: string. Who saves. Defaults to `None`: this process.
     """
+    with _SAVING, _replacing(path, owner) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _replacing(path, owner):
     staging = staging_path(path, owner)
     path = pathlib.Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)

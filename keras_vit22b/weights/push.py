@@ -1,17 +1,20 @@
 """Presets to the Hugging Face Hub."""
 
 import pathlib
+import re
 import tempfile
 
 from keras_vit22b.weights import preset_config
 from keras_vit22b.weights import preset_files
 from keras_vit22b.weights.card import keeps_card
 from keras_vit22b.weights.card import make_card
+from keras_vit22b.weights.hub import REPOSITORY
 from keras_vit22b.weights.hub import SCHEME
 from keras_vit22b.weights.hub import HubPreset
-from keras_vit22b.weights.hub import _hash_of
-from keras_vit22b.weights.hub import _in_time
-from keras_vit22b.weights.hub import _is_passing
+from keras_vit22b.weights.hub import check_token
+from keras_vit22b.weights.hub import hash_of
+from keras_vit22b.weights.hub import in_time
+from keras_vit22b.weights.hub import is_passing
 from keras_vit22b.weights.preset_config import CARD_FILE
 from keras_vit22b.weights.preset_config import METADATA_FILE
 from keras_vit22b.weights.preset_folder import OWN_NAMES
@@ -59,6 +62,10 @@ def push_to_hub(
     Raises:
         ValueError: if the folder is no preset, or the Hub refuses.
     """
+    if not re.fullmatch(REPOSITORY, str(repository)):
+        raise ValueError(
+            f"repository must be like 'org/name'. Received: {repository!r}."
+        )
     options = {
         "private": private,
         "revision": revision,
@@ -121,7 +128,7 @@ class _Repository(HubPreset):
         from huggingface_hub import HfApi
 
         self.repository = repository
-        self._api = HfApi(library_name="keras_vit22b", token=token)
+        self._api = HfApi(library_name="keras_vit22b", token=check_token(token))
 
     def push(self, files, *, private, **options):
         """Make the repository hold these files, in at most one commit.
@@ -136,7 +143,7 @@ class _Repository(HubPreset):
         try:
             self._call(
                 "create",
-                lambda: _in_time(
+                lambda: in_time(
                     self._api.create_repo,
                     self.repository,
                     private=private,
@@ -170,7 +177,7 @@ class _Repository(HubPreset):
         """
         from huggingface_hub import CommitOperationDelete
 
-        head = _in_time(
+        head = in_time(
             self._api.repo_info, self.repository, revision=revision
         ).sha
         there = self._tree(head)
@@ -199,7 +206,7 @@ class _Repository(HubPreset):
         if not operations:
             return head
         try:
-            commit = _in_time(
+            commit = in_time(
                 self._api.create_commit,
                 self.repository,
                 operations,
@@ -209,7 +216,7 @@ class _Repository(HubPreset):
                 parent_commit=head,
             )
         except Exception as error:
-            if create_pr and _is_passing(error):
+            if create_pr and is_passing(error):
                 # Each attempt would open one more.
                 raise ValueError(
                     f"The answer of {self} was lost ({type(error).__name__}): "
@@ -220,7 +227,7 @@ class _Repository(HubPreset):
 
     def _tree(self, commit):
         """Return `{name: entry}` of the files at a commit."""
-        entries = _in_time(
+        entries = in_time(
             lambda: list(
                 self._api.list_repo_tree(self.repository, revision=commit)
             )
@@ -235,4 +242,4 @@ def _is_same(addition, entry):
     if entry.lfs:
         return entry.lfs.sha256 == addition.upload_info.sha256.hex()
     path = pathlib.Path(addition.path_or_fileobj)
-    return entry.blob_id == _hash_of(path, sha256=False)
+    return entry.blob_id == hash_of(path, sha256=False)

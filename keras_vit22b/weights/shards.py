@@ -10,7 +10,8 @@ import typing
 import keras
 import numpy as np
 
-from keras_vit22b.layers.patch_embedding import as_pair
+from keras_vit22b.weights.preset_folder import hash_file
+from keras_vit22b.weights.preset_folder import listed
 from keras_vit22b.weights.safetensors_file import DTYPES
 from keras_vit22b.weights.safetensors_file import SafetensorsFile
 from keras_vit22b.weights.safetensors_file import plan_file
@@ -24,6 +25,8 @@ INDEX_FILE = "model.safetensors.index.json"
 KERAS_INDEX_FILE = "model.weights.json"
 SHARD_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 FORMAT = "keras_vit22b"
+# Fewer than the files that any system lets a process open.
+MOST_OPEN = 64
 
 
 def write_shards(folder, tensors, grid_size, max_shard_size="5GB"):
@@ -45,6 +48,13 @@ def write_shards(folder, tensors, grid_size, max_shard_size="5GB"):
         A dict from file name to sha256, in hexadecimal.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
+
+    is_size = type(max_shard_size) is int and max_shard_size > 0
+    if not is_size and not isinstance(max_shard_size, str):
+        raise ValueError(
+            "max_shard_size must be a number of bytes, or a string such as "
+            f"'5GB'. Received: {max_shard_size!r}."
+        )
 
     plan = split_state_dict_into_shards_factory(
         tensors,
@@ -112,14 +122,17 @@ def _write_together(path, tensors, metadata):
 
     announced = [_announce(n, v)[:3] for n, v in tensors.items()]
     header, specs = plan_file(announced, metadata)
-    if jax_arrays.is_first_process():
-        with open(path, "wb") as file:
+    with jax_arrays.all_or_none(), contextlib.ExitStack() as stack:
+        if jax_arrays.is_first_process():
+            file = stack.enter_context(open(path, "wb"))
             file.write(header)
             file.truncate(max(s.stop for s in specs.values()))
-    jax_arrays.wait_for_all(f"{path.name} laid out")
-    jax_arrays.write_own_slices(path, specs, tensors)
-    jax_arrays.wait_for_all(f"{path.name} written")
-    return jax_arrays.hash_file(path) if jax_arrays.is_first_process() else None
+    with jax_arrays.all_or_none():
+        jax_arrays.write_own_slices(path, specs, tensors)
+    if not jax_arrays.is_first_process():
+        return None
+    with open(path, "rb") as file:
+        return hash_file(file)
 
 
 def file_metadata(grid_size):
@@ -178,7 +191,8 @@ class Shards:
     def __init__(self, folder, *, only=None):
         self._folder = folder
         self.path = self._name_of(only) if only else folder.source
-        self.files, self.specs, self._grids = {}, {}, set()
+        # The grid that each file says its positions have, as text.
+        self.files, self.specs, self._grids = {}, {}, {}
         index = None if only else read_index(folder)
         if index is None:
             only = only or WEIGHTS_FILE
@@ -195,10 +209,18 @@ class Shards:
                 faults.append(str(error))
         if index is not None and not faults:
             faults += _disagreements(index, self.files, self.specs)
+        if index is not None:
+            faults += _check_copy(folder, index)
+        faults += [
+            f"{name} has grid_size {text}, expected such as [16, 16]"
+            for name, text in self._grids.items()
+            if _read_grid(text) is None
+        ]
+        if len(set(self._grids.values())) > 1:
+            faults.append("the files disagree about grid_size")
         if faults:
             raise ValueError(
-                f"The weights in {self.path} are broken:\n  "
-                + "\n  ".join(faults)
+                f"The weights in {self.path} are broken:" + listed(faults)
             )
 
     def _add(self, name, faults):
@@ -210,7 +232,8 @@ class Shards:
                         f"{tensor} is in {self.files[tensor]} and in {name}"
                     )
                 self.files[tensor], self.specs[tensor] = name, spec
-            self._grids.add(file.metadata.get("grid_size"))
+            if "grid_size" in file.metadata:
+                self._grids[name] = file.metadata["grid_size"]
 
     def _name_of(self, file):
         return f"{self._folder.source}/{file}"
@@ -221,11 +244,8 @@ class Shards:
         Files that do not say have the grid `default` if it holds as many
         tokens, or else a square one.
         """
-        for text in self._grids - {None}:
-            try:
-                return as_pair(json.loads(text))
-            except (ValueError, TypeError):
-                return None
+        for text in self._grids.values():
+            return _read_grid(text)
         spec = self.specs.get(POSITION_EMBEDDING)
         if spec is None or len(spec.shape) != 2:
             return None
@@ -239,23 +259,41 @@ class Shards:
         """Yield `(open SafetensorsFile, names)`, file by file.
 
         All files are opened before the first is read, so that a lost
-        connection or a replaced folder leaves no model half-loaded.
+        connection or a replaced folder leaves no model half-loaded; of very
+        many files, only one is open at a time.
         """
         wanted = {}
         for name in names:
             wanted.setdefault(self.files[name], []).append(name)
-        with contextlib.ExitStack() as stack:
-            opened = []
+        if len(wanted) > MOST_OPEN:
             for file_name, tensors in wanted.items():
-                file = stack.enter_context(
-                    SafetensorsFile(
-                        self._folder.open(file_name), self._name_of(file_name)
-                    )
-                )
-                if any(file.specs.get(n) != self.specs[n] for n in tensors):
-                    raise ValueError(f"{file.name} changed while it was read.")
-                opened.append((file, tensors))
-            yield from opened
+                with self._reopen(file_name, tensors) as file:
+                    yield file, tensors
+            return
+        with contextlib.ExitStack() as stack:
+            yield from [
+                (stack.enter_context(self._reopen(file_name, tensors)), tensors)
+                for file_name, tensors in wanted.items()
+            ]
+
+    def _reopen(self, name, tensors):
+        file = SafetensorsFile(self._folder.open(name), self._name_of(name))
+        if any(file.specs.get(n) != self.specs[n] for n in tensors):
+            with file:
+                raise ValueError(f"{file.name} changed while it was read.")
+        return file
+
+
+def _read_grid(text):
+    """Return `(rows, columns)`, or `None` if a text is no grid."""
+    try:
+        grid = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_pair = isinstance(grid, list) and len(grid) == 2
+    if not is_pair or any(type(n) is not int or n < 1 for n in grid):
+        return None
+    return tuple(grid)
 
 
 class Index(typing.NamedTuple):
@@ -276,9 +314,24 @@ def read_index(folder):
     """Return the `Index` of a folder, or `None`."""
     for name in (INDEX_FILE, KERAS_INDEX_FILE):
         if folder.has(name):
-            break
-    else:
-        return None
+            return _parse_index(folder, name)
+    return None
+
+
+def _check_copy(folder, index):
+    """Return faults of the index that stock keras-hub reads."""
+    if index.name == KERAS_INDEX_FILE or not folder.has(KERAS_INDEX_FILE):
+        return []
+    try:
+        copy = _parse_index(folder, KERAS_INDEX_FILE)
+    except ValueError as error:
+        return [str(error)]
+    if copy.weight_map == index.weight_map:
+        return []
+    return [f"{INDEX_FILE} and {KERAS_INDEX_FILE} differ"]
+
+
+def _parse_index(folder, name):
     content, path = folder.read_json(name), folder.path / name
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

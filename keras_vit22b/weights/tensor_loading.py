@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 from keras_vit22b.layers.patch_embedding import resize_position_embedding
+from keras_vit22b.weights.preset_folder import listed
 from keras_vit22b.weights.shards import dtype_of
 from keras_vit22b.weights.tensor_names import POSITION_EMBEDDING
 from keras_vit22b.weights.tensor_names import is_head
@@ -97,14 +98,14 @@ def _check(shards, variables, old_grid):
         if name not in stored:
             continue
         dtype, wanted = stored[name].dtype, dtype_of(variable)
-        if dtype != wanted and not (_is_float(dtype) and _is_float(wanted)):
+        if dtype != wanted and not (is_float(dtype) and is_float(wanted)):
             faults.append(
                 f"{name} is {dtype}, expected {wanted}; only floats are cast"
             )
     if faults:
         raise ValueError(
-            f"The weights in {shards.path} do not fit the model:\n  "
-            + "\n  ".join(faults)
+            f"The weights in {shards.path} do not fit the model:"
+            + listed(faults)
         )
 
 
@@ -142,6 +143,7 @@ def _log_casts(shards, variables):
         logger.info("Casting %d tensors from %s to %s.", count, source, target)
 
 
-def _is_float(dtype):
+def is_float(dtype):
+    """Return whether a NumPy dtype is a float, bfloat16 and float8 included."""
     # NumPy's own floats and those of ml_dtypes, whose kind is "V" or "f".
     return np.issubdtype(dtype, np.floating) or "float" in dtype.name

@@ -1,18 +1,20 @@
 """Check or list what a preset folder holds, without building a model."""
 
-import hashlib
 import math
 import pathlib
 
 from keras_vit22b.layers.patch_embedding import patch_grid
 from keras_vit22b.weights import preset_config
 from keras_vit22b.weights import preset_files
+from keras_vit22b.weights.preset_folder import OWN_NAMES
 from keras_vit22b.weights.preset_folder import PresetFolder
+from keras_vit22b.weights.preset_folder import hash_file
+from keras_vit22b.weights.preset_folder import listed
+from keras_vit22b.weights.tensor_loading import is_float
 from keras_vit22b.weights.tensor_loading import shape_faults
 from keras_vit22b.weights.tensor_shapes import scale_shapes
 from keras_vit22b.weights.tensor_shapes import tensor_shapes
 
-CHUNK = 16 * 1024 * 1024
 # Formats that can run code, or read other files, when they are loaded.
 FORBIDDEN = {
     ".bin", ".ckpt", ".h5", ".hdf5", ".joblib", ".keras", ".npy", ".npz",
@@ -63,6 +65,7 @@ def _verify(folder):
     # A folder without a config has said so.
     head = backbone and attempt(preset_config.read_head, folder)
     attempt(preset_config.read_converter, folder)
+    attempt(preset_config.check_preprocessor, folder)
     attempt(preset_config.read_metadata, folder)
     shards = attempt(preset_files.open_weights, folder)
     if backbone and shards:
@@ -70,15 +73,21 @@ def _verify(folder):
     if shards:
         names = set(shards.files.values())
         faults += attempt(_wrong_hashes, folder, names, sizes) or []
-    faults += [
-        f"{file.name} may run code when it is loaded"
-        for file in sorted(folder.path.iterdir())
-        if file.suffix.lower() in FORBIDDEN
-    ]
+        faults += [
+            f"{file.name} is not among the files of weights"
+            for file in sorted(folder.path.glob("*.safetensors"))
+            if file.name not in names
+        ]
+    for file in sorted(folder.path.iterdir()):
+        if file.suffix.lower() in FORBIDDEN:
+            faults.append(f"{file.name} may run code when it is loaded")
+        elif OWN_NAMES.fullmatch(file.name) or file.name == "README.md":
+            # A link may lead out of the folder.
+            attempt(lambda name: folder.open(name).close(), file.name)
     if faults:
         raise ValueError(
-            f"{folder.source} is not a sound preset:\n  "
-            + "\n  ".join(dict.fromkeys(faults))
+            f"{folder.source} is not a sound preset:"
+            + listed(list(dict.fromkeys(faults)))
         )
     return {
         "tensors": len(shards.specs),
@@ -92,7 +101,12 @@ def _shape_faults(backbone, head, shards):
     shapes = tensor_shapes(**backbone, num_classes=num_classes)
     shapes |= scale_shapes(shapes, shards.specs)
     grid = patch_grid(backbone["image_shape"], backbone["patch_size"])
-    return shape_faults(shards.specs, shapes, shards.grid_size(grid))
+    faults = shape_faults(shards.specs, shapes, shards.grid_size(grid))
+    return faults + [
+        f"{name} is {spec.dtype}, expected floats"
+        for name, spec in shards.specs.items()
+        if not is_float(spec.dtype) and f"{name}_scale" not in shards.specs
+    ]
 
 
 def list_tensors(folder):
@@ -126,20 +140,17 @@ def _wrong_hashes(folder, names, sizes):
         faults.append(f"{preset_config.METADATA_FILE} has no sha256 of files")
         expected = {}
     for name in sorted(names | expected.keys()):
-        digest, sizes[name] = hashlib.sha256(), 0
         try:
             with folder.open(name) as file:
-                while chunk := file.read(CHUNK):
-                    digest.update(chunk)
-                    sizes[name] += len(chunk)
+                found = hash_file(file)
+                sizes[name] = file.tell()
         except FileNotFoundError:
             faults.append(f"{name} has a sha256, but does not exist")
             continue
         if name not in expected:
             faults.append(f"{name} has no sha256")
-        elif digest.hexdigest() != expected[name]:
+        elif found != expected[name]:
             faults.append(
-                f"{name} has sha256 {digest.hexdigest()}, expected "
-                f"{expected[name]}"
+                f"{name} has sha256 {found}, expected {expected[name]}"
             )
     return faults

@@ -375,15 +375,24 @@ def test_a_config_of_another_small_model_is_refused(folder):
 
 
 def test_nothing_in_a_preset_names_code_to_run(folder, tmp_path, monkeypatch):
-    """`module`, `class_name` and stray sections are not even looked at."""
+    """`module`, `class_name` and stray sections are refused, not run."""
     (tmp_path / "evil.py").write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     evil = {"module": "evil", "class_name": "Evil", "config": {}}
     evil_build = evil | {"build_config": evil, "compile_config": evil}
-    for file in ("config.json", "image_converter.json", "preprocessor.json"):
-        edit(folder / file, module="evil", class_name="Evil", extra=evil_build)
     edit_config(folder / "config.json", dtype=evil)
     assert from_preset(folder).built
+    for file in ("config.json", "image_converter.json"):
+        before = (folder / file).read_text()
+        for change in (
+            {"module": "evil"},
+            {"class_name": "Evil"},
+            {"extra": evil_build},
+        ):
+            edit(folder / file, **change)
+            with pytest.raises(ValueError, match=file):
+                from_preset(folder)
+            (folder / file).write_text(before)
     assert not (tmp_path / "ran").exists()

@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from keras_vit22b.weights import preset_folder
 from keras_vit22b.weights.preset_folder import PresetFolder
 from keras_vit22b.weights.preset_folder import replacing_folder
 from keras_vit22b.weights.shards import Shards
+from keras_vit22b.weights.verification import verify_folder
 
 
 @pytest.fixture
@@ -335,3 +337,13 @@ def test_an_open_file_is_read_to_its_end_though_it_is_replaced(
         for file, names in Shards(folder).by_file(["final_norm.scale"]):
             save_numbers(2.0, path)
             assert {v for n in names for v in file.read(n).ravel()} == {1.0}
+
+
+def test_threads_that_save_at_once_take_turns(make_backbone, tmp_path):
+    backbones = [make_backbone(random=True) for _ in range(2)]
+    path = tmp_path / "preset"
+    for _ in range(4):
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda b: b.save_to_preset(path), backbones))
+        verify_folder(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["preset"]

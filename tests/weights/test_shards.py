@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 
 import hypothesis.strategies as st
 import keras
@@ -15,7 +16,10 @@ import pytest
 import safetensors.numpy
 from hypothesis import given
 from hypothesis import settings
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
+from keras_vit22b.weights import shards
 from keras_vit22b.weights.preset_folder import PresetFolder
 from keras_vit22b.weights.shards import INDEX_FILE
 from keras_vit22b.weights.shards import KERAS_INDEX_FILE
@@ -392,3 +396,61 @@ def test_a_grid_is_guessed_only_where_it_can_be(tmp_path, tokens, default):
         side = math.isqrt(tokens)
         square = (side, side) if side * side == tokens else None
         assert shards.grid_size((5, 5)) == square
+
+
+# === Grids ===
+
+
+def rewrite(path, metadata):
+    with safe_open(path, "numpy") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    save_file(tensors, path, metadata)
+
+
+@pytest.mark.parametrize(
+    "grid, message",
+    [
+        ("[1, 4]", "the files disagree about grid_size"),
+        ("{}", "has grid_size {}, expected such as"),
+        ("[0, 0]", "has grid_size"),
+        ("[2, 2, 2]", "has grid_size"),
+        ("[" * 100_000, "has grid_size"),
+    ],
+)
+def test_a_grid_that_is_none_or_another_is_a_fault(folder, grid, message):
+    rewrite(folder / SECOND, {"grid_size": grid})
+    with PresetFolder(folder) as opened:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            Shards(opened)
+
+
+def test_two_indexes_that_differ_are_a_fault(folder):
+    index = json.loads((folder / KERAS_INDEX_FILE).read_text())
+    index["weight_map"]["a"] = SECOND
+    (folder / KERAS_INDEX_FILE).write_text(json.dumps(index))
+    with PresetFolder(folder) as opened:
+        with pytest.raises(ValueError, match="differ"):
+            Shards(opened)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, None, 2.5])
+def test_a_shard_size_that_is_none_is_refused(tmp_path, size):
+    rows = {"a": make_variable("float32", (4,), 0)}
+    with pytest.raises(ValueError, match="max_shard_size must be"):
+        write_shards(tmp_path, rows, (2, 3), size)
+
+
+def test_very_many_files_are_read_one_by_one(tmp_path, monkeypatch):
+    rows = {f"t{i}": make_variable("float32", (4,), i) for i in range(5)}
+    write_shards(tmp_path, rows, (2, 3), 16)
+    monkeypatch.setattr(shards, "MOST_OPEN", 4)
+    with PresetFolder(tmp_path) as opened:
+        found = [
+            (name, file.read(name).tobytes())
+            for file, names in Shards(opened).by_file(rows)
+            for name in names
+        ]
+    assert found == [
+        (name, keras.ops.convert_to_numpy(v.value).tobytes())
+        for name, v in rows.items()
+    ]

@@ -12,6 +12,7 @@ import safetensors.numpy
 from keras import ops
 
 from keras_vit22b import ViT22BBackbone
+from keras_vit22b import ViT22BImageClassifier
 from keras_vit22b.layers import resize_position_embedding
 from keras_vit22b.weights import shards
 from keras_vit22b.weights.preset_folder import replacing_file
@@ -211,14 +212,10 @@ def test_positions_of_a_wrong_shape_are_refused(
     "grid",
     ["[-2, -3]", "[0, 6]", "[1e999, 1]", "null", "[]", "[2.0, 3.0]", "x"],
 )
-def test_a_grid_that_is_none_is_not_used(make_backbone, saved, path, grid):
+def test_a_grid_that_is_none_is_refused(make_backbone, saved, path, grid):
+    """Else a square might be guessed where the table is none."""
     write(path, saved, grid_size=grid)
-    target = make_backbone()
-    target.load_weights(path)
-    np.testing.assert_array_equal(
-        target.patch_embedding.position_embedding.value,
-        saved["position_embedding"],
-    )
+    assert_refused(make_backbone(), path, f"has grid_size {grid}, expected")
 
 
 def test_a_grid_that_does_not_fit_its_table_is_refused(
@@ -382,3 +379,33 @@ def test_a_failing_first_save_leaves_no_file(tmp_path):
 def test_files_are_as_readable_as_others(tmp_path, saved, path):
     (tmp_path / "other").write_text("")
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_model_that_is_half_loaded_says_so(
+    make_backbone, images, tmp_path, monkeypatch
+):
+    make_backbone(random=True).save_weights(tmp_path / "new.safetensors")
+    classifier = ViT22BImageClassifier(make_backbone(), num_classes=3)
+    backbone = classifier.backbone
+    backbone.predict(images, verbose=0)
+    read, reads = SafetensorsFile.read, []
+
+    def fail(file, name):
+        reads.append(name)
+        if len(reads) == 5:
+            raise ValueError("The file ended.")
+        return read(file, name)
+
+    monkeypatch.setattr(SafetensorsFile, "read", fail)
+    with pytest.raises(ValueError, match="The file ended"):
+        backbone.load_weights(tmp_path / "new.safetensors")
+    for use in (
+        lambda: backbone.predict(images, verbose=0),
+        lambda: backbone(images),
+        lambda: backbone.save_to_preset(tmp_path / "mixed"),
+    ):
+        with pytest.raises(ValueError, match="old and new ones are mixed"):
+            use()
+    monkeypatch.undo()
+    backbone.load_weights(tmp_path / "new.safetensors")
+    backbone.predict(images, verbose=0)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 from safetensors.numpy import load_file
@@ -92,7 +93,7 @@ def edit_config(folder, section="config", **changes):
         ({"pooling": "mean"}, ["not part of the model: pooling.probe"]),
         ({"norm": "layer"}, ["missing: final_norm.bias"]),
         ({"num_heads": 3}, ["hidden_dim 8 does not divide by num_heads 3"]),
-        ({"num_layers": 1024}, ["missing: blocks.1023.norm.scale"]),
+        ({"num_layers": 1024}, ["missing: blocks.2.norm.scale", "and 7,"]),
     ],
     ids=lambda changes: str(changes)[:20],
 )
@@ -215,3 +216,50 @@ def test_int8_kernels_need_their_scales(make_backbone, tmp_path, block):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"{name} has shape"):
         verify_folder(tmp_path)
+
+
+def test_a_link_out_of_the_folder_is_found(make_backbone, tmp_path):
+    """Also of a file that no check reads; a push would publish it."""
+    make_backbone().save_to_preset(tmp_path / "preset")
+    (tmp_path / "secret").write_text("hf_secret")
+    for name in ("README.md", "preprocessor.json", "model.weights.json"):
+        folder = tmp_path / name.replace(".", "_")
+        shutil.copytree(tmp_path / "preset", folder)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(tmp_path / "secret")
+        with pytest.raises(ValueError, match=f"{name} is a link that leads"):
+            verify_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("config.json", {"auto_map": {}}, "unknown field 'auto_map'"),
+        ("config.json", {"module": "os"}, "names module 'os'"),
+        ("config.json", {"class_name": "Lambda"}, "names class 'Lambda'"),
+        ("preprocessor.json", {"registered_name": "x"}, "describes 'x'"),
+        ("preprocessor.json", {"module": "os"}, "names module 'os'"),
+    ],
+)
+def test_a_file_that_names_other_code_is_refused(
+    make_backbone, tmp_path, name, changes, message
+):
+    backbone = make_backbone()
+    backbone.image_converter = ViT22BImageConverter((8, 12))
+    backbone.save_to_preset(tmp_path)
+    content = json.loads((tmp_path / name).read_text())
+    (tmp_path / name).write_text(json.dumps(content | changes))
+    with pytest.raises(ValueError, match=message):
+        verify_folder(tmp_path)
+
+
+def test_integers_and_stray_files_are_found(make_backbone, tmp_path):
+    make_backbone().save_to_preset(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors, tmp_path / "other.safetensors")
+    tensors["final_norm.scale"] = tensors["final_norm.scale"].astype("int32")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError) as error:
+        verify_folder(tmp_path)
+    assert "final_norm.scale is int32, expected floats" in str(error.value)
+    assert "other.safetensors is not among the files" in str(error.value)
