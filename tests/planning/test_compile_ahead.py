@@ -96,7 +96,8 @@ def test_what_does_not_fit_is_an_answer(preset):
     report = compile_step(
         preset,
         *("--topology", "v5e:2x4", "--batch", 8, "--model", 1),
-        *("--images-per-chip", 131072, "--num-layers", 1),
+        *("--images-per-chip", 1, "--num-layers", 1, "--no-fsdp"),
+        *("--num-classes", 10_000_000),
     )
     memory = Memory(**report["memory"])
     assert memory.fits is False
