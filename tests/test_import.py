@@ -23,6 +23,7 @@ def modules_after(statement):
     [
         "import keras_vit22b",
         "import keras_vit22b; keras_vit22b.__version__; dir(keras_vit22b)",
+        "import keras_vit22b.distribution; dir(keras_vit22b.distribution)",
     ],
 )
 def test_importing_the_package_loads_nothing_heavy(statement):

@@ -214,6 +214,23 @@ def check_distribution(path, shape):
             raise ValueError(fault)
 
 
+def check_int4():
+    """Raise if int4 kernels would not fit the distribution in force.
+
+    Keras folds them into two dimensions, so that the axes of FSDP, which name
+    the third, do not apply.
+    """
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return
+    layout = distribution.get_tensor_layout("pooling/out/kernel")
+    if layout is not None and len(layout.axes) > 2:
+        raise ValueError(
+            "int4 folds kernels into two dimensions, which fsdp=True cannot "
+            "split. Use get_layout_map(mesh, fsdp=False), or int8."
+        )
+
+
 def indivisible(path, shape, axes, device_mesh):
     """Say which dimension does not divide and what would, or return `None`.
 

@@ -1,10 +1,11 @@
 """Build a model of any size without allocating its weights.
 
-This is the one file that uses private names of Keras. Variables made inside
-`keras.StatelessScope(initialize_variables=False)` have no value. Keras keeps
-them on a global list and initializes the list at the next opportunity: inside
-the `fit` or `predict` of some other model. So they are taken off that list,
-and each gets its value from `set_value` or `initialize_missing`.
+This file and worker_model.py are the ones that use private names of Keras.
+Variables made inside `keras.StatelessScope(initialize_variables=False)` have
+no value. Keras keeps them on a global list and initializes the list at the
+next opportunity: inside the `fit` or `predict` of some other model. So they
+are taken off that list, and each gets its value from `set_value` or
+`initialize_missing`.
 """
 
 import contextlib

@@ -15,6 +15,7 @@ from keras_vit22b.layers import TokenPooling
 from keras_vit22b.layers.normalization import make_norm
 from keras_vit22b.layers.patch_embedding import patch_grid
 from keras_vit22b.layers.transformer_block import check_rate
+from keras_vit22b.models.padded_model import PaddedModel
 from keras_vit22b.models.preset_model import PresetModel
 from keras_vit22b.models.preset_model import preset_json
 from keras_vit22b.weights import preset_config
@@ -25,7 +26,7 @@ POOLINGS = ("map", "cls", "mean")
 
 
 @keras.saving.register_keras_serializable(package="keras_vit22b")
-class ViT22BBackbone(PresetModel, keras_hub.models.Backbone):
+class ViT22BBackbone(PresetModel, keras_hub.models.Backbone, PaddedModel):
     """A vision transformer with parallel blocks and query and key norms.
 
     The defaults are the paper's: RMS norms, no biases on queries, keys and

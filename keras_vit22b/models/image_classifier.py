@@ -7,15 +7,19 @@ import keras_hub
 import numpy as np
 
 from keras_vit22b.models.backbone import ViT22BBackbone
+from keras_vit22b.models.padded_model import PaddedModel
 from keras_vit22b.models.preprocessing import ViT22BImageClassifierPreprocessor
 from keras_vit22b.models.preset_model import PresetModel
 from keras_vit22b.models.preset_model import preset_json
+from keras_vit22b.models.worker_model import WorkerModel
 from keras_vit22b.weights import preset_config
 from keras_vit22b.weights.tensor_names import classifier_tensors
 
 
 @keras.saving.register_keras_serializable(package="keras_vit22b")
-class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
+class ViT22BImageClassifier(
+    PresetModel, keras_hub.models.ImageClassifier, PaddedModel, WorkerModel
+):
     """A linear head on the pooled output of a backbone.
 
     The head starts at zero, so training starts from equal scores.
@@ -140,9 +144,10 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
         unless `shuffle=False`; a `tf.data.Dataset` should shuffle itself.
         """
         if self.preprocessor is None:
-            return keras.Model.fit(self, x, y, **kwargs)
+            return PaddedModel.fit(self, x, y, **kwargs)
         # keras-hub's pipeline takes arrays in their order.
-        if hasattr(x, "shape") and kwargs.pop("shuffle", True):
+        shuffle = kwargs.pop("shuffle", True)
+        if hasattr(x, "shape") and shuffle:
             kept = int(len(x) * (1 - (kwargs.get("validation_split") or 0)))
             order = np.arange(len(x))
             np.random.shuffle(order[:kept])
@@ -155,12 +160,12 @@ class ViT22BImageClassifier(PresetModel, keras_hub.models.ImageClassifier):
 
     def evaluate(self, *args, **kwargs):
         if self.preprocessor is None:
-            return keras.Model.evaluate(self, *args, **kwargs)
+            return PaddedModel.evaluate(self, *args, **kwargs)
         return super().evaluate(*args, **kwargs)
 
     def predict(self, *args, **kwargs):
         if self.preprocessor is None:
-            return keras.Model.predict(self, *args, **kwargs)
+            return PaddedModel.predict(self, *args, **kwargs)
         return super().predict(*args, **kwargs)
 
     @classmethod

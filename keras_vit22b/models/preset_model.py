@@ -111,6 +111,12 @@ class PresetModel:
                 model._compile_default()
             return model
 
+    def quantize(self, mode=None, config=None, **kwargs):
+        """Quantize as `keras.Model.quantize` does."""
+        if "int4" in (mode, getattr(config, "mode", None)):
+            sharding.check_int4()
+        super().quantize(mode, config, **kwargs)
+
     @staticmethod
     def get_layout_map(device_mesh, *, fsdp=False):
         """Return the layouts of all weights on a mesh of devices (JAX).

@@ -10,6 +10,8 @@ import keras
 import numpy as np
 import tqdm
 
+from keras_vit22b.distribution.padding import row_multiple
+from keras_vit22b.distribution.padding import split_rows
 from keras_vit22b.layers import TokenPooling
 from keras_vit22b.probing.image_folder import ImageFolder
 
@@ -51,7 +53,8 @@ def extract_features(
         normed: bool. Whether tokens of `blocks` go through the backbone's
             last norm. Defaults to `True`.
         batch_size: int. Images a step. The last step is padded, so that one
-            compiled shape serves. Defaults to `32`.
+            compiled shape serves; on a mesh of devices all are, until images
+            divide over them. Defaults to `32`.
         image_converter: a callable from images to the model's input. Defaults
             to `"preset"`: that of the preset. `None` for images that are
             converted already.
@@ -87,14 +90,16 @@ def extract_features(
     image_converter = _choose_converter(backbone, image_converter)
     model = _feature_model(backbone, blocks, pooling, normed)
     samples, total = _samples(images, skip_unreadable)
+    rows = batch_size + -batch_size % row_multiple()
     features, labels = [], []
     with tqdm.tqdm(
         total=total, unit=" images", disable=not progress, desc="features"
     ) as bar:
         for batch, batch_labels in _batches(samples, batch_size):
             inputs = _convert(batch, image_converter, backbone.image_shape)
-            padding = [(0, batch_size - len(batch))] + [(0, 0)] * 3
-            outputs = model.predict_on_batch(np.pad(inputs, padding))
+            padding = [(0, rows - len(batch))] + [(0, 0)] * 3
+            inputs = split_rows(np.pad(inputs, padding))
+            outputs = model.predict_on_batch(inputs)
             features.append(np.asarray(outputs, "float32")[: len(batch)])
             labels.extend(batch_labels)
             bar.update(len(batch))

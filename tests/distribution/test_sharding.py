@@ -157,6 +157,21 @@ def test_a_width_that_does_not_divide_is_an_error_with_fsdp(make_backbone):
         make_backbone(num_heads=6, hidden_dim=12, mlp_dim=12)
 
 
+@jax_only
+def test_int4_is_refused_with_fsdp(make_backbone):
+    backbone = make_backbone()
+    for fsdp in (True, False):
+        layouts = ViT22BBackbone.get_layout_map(mesh_of(1, 1), fsdp=fsdp)
+        layouts.device_mesh.devices[:] = keras.distribution.list_devices()[0]
+        distribution = keras.distribution.ModelParallel(layout_map=layouts)
+        with distribution.scope():
+            if fsdp:
+                with pytest.raises(ValueError, match="fsdp=False"):
+                    backbone.quantize("int4")
+            else:
+                backbone.quantize("int4")
+
+
 def test_where_no_mesh_of_all_devices_works_fewer_are_named():
     fault = indivisible("w", (5, 3), ("batch", "model"), mesh_of(2, 4))
     assert "With 5 devices" in fault
