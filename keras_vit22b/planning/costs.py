@@ -17,11 +17,12 @@ go both ways and `V / W` one way, as those do backward that sum a kernel's
 gradient; two chips have one link, `V / W`.
 
 Weights that "batch" splits are gathered along it, again where a block is
-recomputed, and their gradients exchanged and summed: each `2 P / Y (X - 1) / X` bytes for `P`
-weights. Gradients of the others are all-reduced, twice that. A gather takes
-`bytes / (2 W D)` s over the `D` dimensions of the torus that "model" leaves;
-what is exchanged goes `D X^(1/D) / 4` links, so it takes as many times longer.
-Where a dimension does not wrap, all takes twice that.
+recomputed, and their gradients exchanged and summed: each time
+`2 P / Y (X - 1) / X` bytes for `P` weights. Gradients of the others are
+all-reduced, twice that. A gather takes `bytes / (2 W D)` s over the `D`
+dimensions of the torus that "model" leaves; what is exchanged goes
+`D X^(1/D) / 4` links, so it takes as many times longer. Where a dimension does
+not wrap, all takes twice that.
 
 A schedule hides a part `h` of each transfer: a matmul of `m` s beside a ring of
 `r` s takes `max(m, h r) + (1 - h) r`. What weights and gradients hide is beside
