@@ -12,15 +12,17 @@ matmul, which no gradient needs. A matmul takes `F / (eta C)` s.
 Along "model", a gather or a scatter of the activations sends
 `V = 2 T d (Y - 1) / Y` bytes a chip (bfloat16). Forward there is one in and
 one out, backward two in (the input again, and its gradient) and one out, and
-recomputing repeats the first. A ring of links, both directions used, takes
-`V / (2 W)` s; two chips, one link, `V / W`.
+recomputing repeats the first. A ring of links takes `V / (2 W)` s where halves
+go both ways and `V / W` one way, as those do backward that sum a kernel's
+gradient; two chips have one link, `V / W`.
 
-Weights that "batch" splits are gathered along it once and kept, and their
-gradients exchanged and summed: each `2 P / Y (X - 1) / X` bytes for `P`
-weights. Gradients of the others are all-reduced, twice that. A gather takes
-`bytes / (2 W D)` s over the `D` dimensions of the torus that "model" leaves;
-what is exchanged goes `D X^(1/D) / 4` links, so it takes as many times longer.
-Where a dimension does not wrap, all takes twice that.
+Weights that "batch" splits are gathered along it, again where a block is
+recomputed, and their gradients exchanged and summed: each time
+`2 P / Y (X - 1) / X` bytes for `P` weights. Gradients of the others are
+all-reduced, twice that. A gather takes `bytes / (2 W D)` s over the `D`
+dimensions of the torus that "model" leaves; what is exchanged goes
+`D X^(1/D) / 4` links, so it takes as many times longer. Where a dimension does
+not wrap, all takes twice that.
 
 A schedule hides a part `h` of each transfer: a matmul of `m` s beside a ring of
 `r` s takes `max(m, h r) + (1 - h) r`. What weights and gradients hide is beside
@@ -169,6 +171,7 @@ def step_times(model, weights, *, mesh, images, links, flops, remat):
 
     sent = layers * 2 * tokens * d * (parts - 1) / parts
     ring = sent / links.model if parts > 1 else 0.0
+    one_way = ring if parts == 2 else 2 * ring
     if model.parallel:
         pairs = [(seconds(d, 3 * d + f), seconds(d + f, d))]
     else:
@@ -177,7 +180,8 @@ def step_times(model, weights, *, mesh, images, links, flops, remat):
     windows = []
     for index, (into, out) in enumerate(pairs):
         windows += [(into, ring), (out, ring)]
-        windows += [(2 * into, 2 * ring), (2 * out, ring)]
+        # Gradients of kernel and input apart going in, together going out.
+        windows += [(into, one_way), (into, ring), (2 * out, one_way)]
         if remat:
             windows.append((into, ring))
             if index < len(pairs) - 1:  # What follows needs the result.
@@ -191,7 +195,7 @@ def step_times(model, weights, *, mesh, images, links, flops, remat):
         size = weight.bytes * weight.size / weight.model_parts
         size *= (sharers - 1) / sharers
         if weight.batch_parts > 1:
-            gathered += size
+            gathered += 2 * size if remat else size
             reduced += links.hops * size
         else:
             reduced += 2 * size

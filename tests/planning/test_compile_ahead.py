@@ -118,6 +118,7 @@ def test_the_compilers_numbers_are_read():
 def test_a_mesh_that_is_not_the_slice_is_an_error(monkeypatch, capsys):
     arguments = "compile vit6m_patch16_224 --topology v4:2x2x2"
     arguments += " --batch 2 --model 2 --images-per-chip 1"
+    monkeypatch.setattr("os.environ", {**os.environ})
     monkeypatch.setattr("sys.argv", ["keras-vit22b", *arguments.split()])
     with pytest.raises(SystemExit) as exit:
         cli.main()
