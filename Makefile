@@ -4,6 +4,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 BACKENDS ?= jax tensorflow torch
+# Tests compile the same functions in many processes, and optimizing machine
+# code takes longer than it saves.
+COMPILING := JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
+	JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/jax_cache \
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .PHONY: run test lint
 
@@ -16,7 +22,7 @@ test: $(VENV)/.test-installed
 		if $(BIN)/python -c "import $$backend" 2>/dev/null; then \
 			echo "== $$backend =="; \
 			KERAS_BACKEND=$$backend JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=3 \
-				$(BIN)/python -m pytest --numprocesses 2 || exit 1; \
+				$(COMPILING) $(BIN)/python -m pytest --numprocesses 2 || exit 1; \
 		else echo "== $$backend is not installed =="; fi; \
 	done
 

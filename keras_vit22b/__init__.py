@@ -19,7 +19,14 @@ _PUBLIC = {
     "presets": "keras_vit22b.loading",
     "push_to_hub": "keras_vit22b.weights.push",
 }
-_ROOMS = ("distribution", "layers", "models", "probing", "weights")
+_ROOMS = (
+    "distribution",
+    "layers",
+    "models",
+    "probing",
+    "training",
+    "weights",
+)
 
 __all__ = ["__version__", *_PUBLIC, *_ROOMS]
 

@@ -1,6 +1,10 @@
 """Fixtures that tests of several rooms share."""
 
+import json
 import os
+import socket
+import subprocess
+import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -92,3 +96,86 @@ def arrays():
         ]
 
     return arrays
+
+
+def simulated_devices(count):
+    """Return the environment of a process that has so many CPU devices."""
+    return os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+        # Collectives of simulated devices can hang when launched
+        # asynchronously, or when all threads wait in different ones.
+        "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
+        "NPROC": "64",
+        "JAX_PLATFORMS": "cpu",
+        # Optimizing machine code takes longer than it saves here.
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+
+
+@pytest.fixture(scope="session")
+def run_on_eight_devices():
+    """Run Python code on 8 CPU devices; return the JSON of its last line."""
+
+    def run(code, *arguments):
+        process = subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env=simulated_devices(8),
+            capture_output=True,
+            text=True,
+            timeout=1800,
+        )
+        assert process.returncode == 0, process.stderr[-4000:]
+        return json.loads(process.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_processes():
+    """Run Python code in processes that hold eight CPU devices in all.
+
+    The code gets JSON: the address of process 0, the number of processes, its
+    own, and the arguments.
+
+    Returns:
+        What each process prints last, which is JSON too.
+    """
+
+    def run(code, processes, *arguments):
+        env = simulated_devices(8 // processes) | {
+            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        }
+        address, started = f"127.0.0.1:{free_port()}", []
+        try:
+            for number in range(processes):
+                values = (address, processes, number, *arguments)
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", code, *map(json.dumps, values)],
+                        env=env,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                    )
+                )
+            outputs = [process.communicate(timeout=900) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        for process, (_, log) in zip(started, outputs):
+            assert process.returncode == 0, log
+        return [json.loads(text.splitlines()[-1]) for text, _ in outputs]
+
+    return run
+
+
+@pytest.fixture(name="free_port", scope="session")
+def free_port_fixture():
+    """Find a port on which nothing listens."""
+    return free_port
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

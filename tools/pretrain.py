@@ -16,7 +16,6 @@ import time
 
 import keras
 import numpy as np
-from keras import ops
 from pretraining_data import Glyphs
 from pretraining_data import MixedBatches
 
@@ -27,6 +26,7 @@ from keras_vit22b.models import VARIANTS
 from keras_vit22b.probing import FewShot
 from keras_vit22b.probing import card_metrics
 from keras_vit22b.probing.few_shot_report import run_few_shot
+from keras_vit22b.training import SigmoidCrossEntropy
 from keras_vit22b.weights.card import make_card
 from keras_vit22b.weights.preset_config import CARD_FILE
 from keras_vit22b.weights.preset_folder import PresetFolder
@@ -70,18 +70,6 @@ def learning_rate():
     )
 
 
-def sigmoid_loss(labels, logits):
-    """Sigmoid cross-entropy over the union of label sets, summed.
-
-    Args:
-        labels: int tensor `(batch,)` or `(batch, 1)`.
-        logits: float tensor `(batch, classes)`.
-    """
-    targets = ops.one_hot(ops.reshape(labels, (-1,)), logits.shape[-1])
-    losses = ops.binary_crossentropy(targets, logits, from_logits=True)
-    return ops.sum(losses, axis=-1)
-
-
 def make_classifier(class_names):
     """Return a compiled classifier whose head starts at the classes' prior."""
     height, width, channels = VARIANT.image_shape
@@ -114,7 +102,7 @@ def make_classifier(class_names):
     )
     classifier.compile(
         optimizer=optimizer,
-        loss=sigmoid_loss,
+        loss=SigmoidCrossEntropy(),
         metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
     )
     return classifier

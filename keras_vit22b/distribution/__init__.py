@@ -9,6 +9,7 @@ _PUBLIC = {
     "OverlapMesh": "keras_vit22b.distribution.mesh",
     "compile_for": "keras_vit22b.planning.compile_ahead",
     "coverage": "keras_vit22b.distribution.coverage_report",
+    "data_share": "keras_vit22b.distribution.process_shares",
     "device_mesh": "keras_vit22b.distribution.mesh",
     "initialize": "keras_vit22b.distribution.mesh",
     "plan": "keras_vit22b.planning.planner",

@@ -128,6 +128,11 @@ def coverage(model, *, layout_map=None):
     ```
     """
     check_backend()
+    if not isinstance(model, keras.Model) or not model.variables:
+        raise ValueError(
+            "coverage needs a keras.Model that is built, so that it has "
+            f"variables. Received: {model!r}."
+        )
     if layout_map is not None:
         device_mesh, find = layout_map.device_mesh, layout_map.__getitem__
     else:
@@ -260,13 +265,17 @@ def _misplaced(variable, axes, device_mesh):
     if sharding is None:
         return None
     sizes = axis_sizes(device_mesh)
-    parts = num_parts(axes, sizes)
-    held = variable.value.addressable_shards[0].data
-    if math.prod(held.shape) * parts == math.prod(variable.shape):
+    axes = (*axes, *[None] * (len(variable.shape) - len(axes)))
+    should = tuple(
+        size // sizes[axis] if axis else size
+        for size, axis in zip(variable.shape, axes)
+    )
+    held = variable.value.addressable_shards[0].data.shape
+    if held == should:
         return None
     return (
-        f"{variable.path} {tuple(variable.shape)} should be in {parts} parts, "
-        f"but a device holds {tuple(held.shape)}. Set the distribution before "
+        f"{variable.path} {tuple(variable.shape)} should be held as parts "
+        f"{should}, but a device holds {held}. Set the distribution before "
         "the model is made."
     )
 

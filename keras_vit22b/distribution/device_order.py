@@ -23,10 +23,12 @@ def order_devices(devices, batch, model):
         An object array `(batch, model)`.
     """
     grid = None
-    if devices[0].platform == "tpu":
+    # Keras' own names, such as "cpu:0", keep their order, as on a CPU.
+    platform = getattr(devices[0], "platform", "cpu")
+    if platform == "tpu":
         grid = _device_grid(devices)
         devices = sorted(devices, key=_slice)
-    elif devices[0].platform != "cpu":
+    elif platform != "cpu":
         devices = sorted(devices, key=lambda d: (d.process_index, d.id))
     if grid is not None:
         rings = _rings(grid.shape, _wrapped(grid), model)
@@ -37,8 +39,58 @@ def order_devices(devices, batch, model):
     return array.reshape(batch, model)
 
 
+def sums_in_ring(devices):
+    """Return whether gradients should go round a ring along "batch".
+
+    That is, where no all-to-all runs beside matmuls and the ring closes over
+    single links.
+
+    Args:
+        devices: array `(batch, model)` of devices.
+    """
+    return is_limited(devices) and closes_over_links(devices, axis=0)
+
+
+def closes_over_links(devices, axis):
+    """Return whether an axis of a mesh is a ring of linked TPU chips.
+
+    Args:
+        devices: array `(batch, model)` of devices.
+        axis: int.
+    """
+    grid = _device_grid(devices.flat)
+    if grid is None:
+        return False
+    positions = np.array([[_position(d) for d in row] for row in devices])
+    steps = np.abs(positions - np.roll(positions, -1, axis))
+    wrapped = np.minimum(steps, grid.shape - steps)
+    steps = np.where(_wrapped(grid), wrapped, steps)
+    # No link leaves a slice.
+    return not steps[..., 0].any() and bool((steps.sum(axis=-1) == 1).all())
+
+
+def is_limited(devices):
+    """Return whether libtpu has no asynchronous all-to-all for devices.
+
+    That is, on v5e and v6e slices of more than 16 chips ("not supported on
+    limited ICI").
+    """
+    kind = getattr(devices.flat[0], "device_kind", "")
+    return _is_grid(kind) and devices.size > 16
+
+
+def _is_grid(kind):
+    """Whether chips of a kind are joined in two dimensions."""
+    return any(name in kind.lower() for name in ("lite", "v5e", "v6e"))
+
+
 def _slice(device):
     return getattr(device, "slice_index", 0) or 0
+
+
+def _position(device):
+    core = getattr(device, "core_on_chip", 0)
+    return (_slice(device), *device.coords, core)
 
 
 def _device_grid(devices):
@@ -47,10 +99,8 @@ def _device_grid(devices):
     The dimensions are those of the slices' number, the chips' x, y and z, and
     the core on the chip.
     """
-    coords = {
-        (_slice(d), *d.coords, getattr(d, "core_on_chip", 0)): d
-        for d in devices
-    }
+    devices = list(devices)
+    coords = {_position(d): d for d in devices}
     low = np.min(list(coords), axis=0)
     shape = tuple(np.max(list(coords), axis=0) - low + 1)
     if len(coords) != len(devices) or math.prod(shape) != len(devices):
@@ -62,18 +112,24 @@ def _device_grid(devices):
 
 
 def _wrapped(grid):
-    """Return for each dimension whether its ends are linked.
+    """Return for each dimension of a grid whether its ends are linked."""
+    sides = wrapped_sides(grid.flat[0].device_kind, grid.shape[1:-1])
+    return (False, *sides, False)
+
+
+def wrapped_sides(kind, sides):
+    """Return for each side of a slice whether its ends are linked.
 
     v4 and v5p wrap where a slice is made of whole cubes of 4 x 4 x 4; v5e and
     v6e wrap where a side has its full length, 16.
+
+    Args:
+        kind: string. Of TPU, such as `"TPU v5 lite"` or `"v5e"`.
+        sides: tuple of int.
     """
-    kind = grid.flat[0].device_kind.lower()
-    sides = grid.shape[1:-1]
-    if "lite" in kind or "v5e" in kind or "v6e" in kind:
-        wrapped = [side == 16 for side in sides]
-    else:
-        wrapped = [all(s % 4 == 0 for s in sides)] * len(sides)
-    return (False, *wrapped, False)
+    if _is_grid(kind):
+        return tuple(side == 16 for side in sides)
+    return (all(side % 4 == 0 for side in sides),) * len(sides)
 
 
 def _rings(shape, wrapped, size):
@@ -102,8 +158,11 @@ def _rings(shape, wrapped, size):
     if whole:
         block, cycle = whole[0], list(np.ndindex(*whole[0]))
     elif folded:
-        # The most compact.
-        block = min(folded, key=sum)
+        # The most compact, and of these one that cuts no side that wraps.
+        block = min(
+            folded,
+            key=lambda b: (sum(b), sum(s > 1 for s, w in zip(b, wrapped) if w)),
+        )
         cycle = _cycle(block) or list(np.ndindex(*block))
     else:
         return None

@@ -4,9 +4,13 @@ import os
 import warnings
 
 import keras
+import numpy as np
 
+from keras_vit22b.distribution.device_order import closes_over_links
 from keras_vit22b.distribution.device_order import divisors
+from keras_vit22b.distribution.device_order import is_limited
 from keras_vit22b.distribution.device_order import order_devices
+from keras_vit22b.distribution.device_order import sums_in_ring
 from keras_vit22b.distribution.sharding import AXIS_NAMES
 from keras_vit22b.distribution.sharding import check_backend
 
@@ -52,8 +56,16 @@ class OverlapMesh(keras.distribution.DeviceMesh):
         device = self.devices.flat[0]
         if getattr(device, "platform", None) != "tpu":
             return {}
-        is_v5p = device.device_kind in ("TPU v5", "TPU v5p")
-        return {**_ASYNC, **(_FUSED if is_v5p else {})}
+        options = dict(_ASYNC)
+        if is_limited(self.devices):
+            del options["xla_tpu_enable_async_all_to_all"]
+        if device.device_kind in ("TPU v5", "TPU v5p"):
+            options |= _FUSED
+        return options
+
+    @property
+    def _sum_in_ring(self):
+        return sums_in_ring(self.devices)
 
     def shard_tokens(self, tokens):
         """Shard the batch of `tokens` over both axes, if it divides.
@@ -65,41 +77,66 @@ class OverlapMesh(keras.distribution.DeviceMesh):
             return tokens
         return self._constrain(tokens, ("batch", "model"))
 
-    def all_gather_matmul(self, x, kernel, axes):
+    def all_gather_matmul(
+        self, x, kernel, axes, *, gathered=None, later=(), later_axes=()
+    ):
         """Return `einsum("btd,dhf->bthf", x, kernel)`, heads over "model".
+
+        Kernels that are split over "batch" have to be gathered. Those of
+        later matmuls can be gathered beside this one.
 
         Args:
             x: tensor `(batch, tokens, d)`, from `shard_tokens`.
             kernel: tensor `(d, heads, f)`, or `(d, f)` with `f` for the heads.
             axes: mesh axis or `None` for each dimension of the kernel.
+            gathered: the kernel, gathered in `later`. Defaults to `None`.
+            later: list of kernels. Defaults to none.
+            later_axes: list of the axes of each.
+
+        Returns:
+            The product, and for each kernel in `later` what a matmul takes as
+            `gathered`, `None` where there is nothing to gather.
 
         Raises:
             ValueError: with `overlap="ring"`, if the batch or the heads do
                 not divide by the mesh. Otherwise they then take the plain
                 einsum.
         """
+        nothing = [None] * len(later)
         why_not = self._why_not(x, heads=kernel.shape[1])
         if why_not:
             self._refuse(why_not)
-            return keras.ops.tensordot(x, kernel, 1)
+            return keras.ops.tensordot(x, kernel, 1), nothing
         if self.overlap == "xla":
             x = self._constrain(x, ("batch", "model"))
+            kernel = self._constrain(kernel, *_whole_over_batch(axes))
             y = keras.ops.tensordot(x, kernel, 1)
-            return self._constrain(y, "batch", None, "model")
+            return self._constrain(y, "batch", None, "model"), nothing
         # Here, since JAX need not be there until a mesh is used.
         from keras_vit22b.distribution import ring
 
-        return ring.all_gather_matmul(
-            x, kernel, **self._ring_options(kernel, axes, heads=1)
+        chosen = self._split_over_both(later, later_axes)
+        y, kernels = ring.all_gather_matmul(
+            x,
+            kernel if gathered is None else gathered,
+            tuple(later[i] for i in chosen),
+            later_specs=tuple(_spec(later_axes[i]) for i in chosen),
+            sum_in_ring=self._sum_in_ring,
+            gathered=gathered is not None,
+            **self._ring_options(kernel, axes, heads=1),
         )
+        found = dict(zip(chosen, kernels))
+        return y, [found.get(i) for i in range(len(later))]
 
-    def matmul_reduce_scatter(self, y, kernel, axes):
+    def matmul_reduce_scatter(self, y, kernel, axes, *, gathered=None):
         """Return `einsum("bthf,hfd->btd", y, kernel)`, sharded as tokens.
 
         Args:
             y: tensor `(batch, tokens, heads, f)`, or `(batch, tokens, f)`.
             kernel: tensor `(heads, f, d)` or `(f, d)`.
             axes: mesh axis or `None` for each dimension of the kernel.
+            gathered: the kernel, gathered beside another matmul. Defaults to
+                `None`.
 
         Raises:
             ValueError: with `overlap="ring"`, if the batch or the heads do
@@ -112,12 +149,16 @@ class OverlapMesh(keras.distribution.DeviceMesh):
             return keras.ops.tensordot(y, kernel, len(kernel.shape) - 1)
         if self.overlap == "xla":
             y = self._constrain(y, "batch", None, "model")
+            kernel = self._constrain(kernel, *_whole_over_batch(axes))
             z = keras.ops.tensordot(y, kernel, len(kernel.shape) - 1)
             return self._constrain(z, ("batch", "model"))
         from keras_vit22b.distribution import ring
 
         return ring.matmul_reduce_scatter(
-            y, kernel, **self._ring_options(kernel, axes, heads=0)
+            y,
+            kernel if gathered is None else gathered,
+            gathered=gathered is not None,
+            **self._ring_options(kernel, axes, heads=0),
         )
 
     def remat(self, function):
@@ -154,23 +195,40 @@ class OverlapMesh(keras.distribution.DeviceMesh):
 
     def _constrain(self, tensor, *spec):
         from jax.sharding import NamedSharding
-        from jax.sharding import PartitionSpec
 
         return keras.distribution.distribute_tensor(
-            tensor, NamedSharding(self.backend_mesh, PartitionSpec(*spec))
+            tensor, NamedSharding(self.backend_mesh, _spec(spec))
         )
 
-    def _ring_options(self, kernel, axes, heads):
-        from jax.sharding import PartitionSpec
+    def _split_over_both(self, kernels, all_axes):
+        """Return the indices of the kernels that can be gathered."""
+        return [
+            i
+            for i, (kernel, axes) in enumerate(zip(kernels, all_axes))
+            if {"batch", "model"} <= set(axes)
+            and kernel.shape[axes.index("model")] % self.shape[1] == 0
+        ]
 
+    def _ring_options(self, kernel, axes, heads):
         spec = ["batch" if axis == "batch" else None for axis in axes]
         spec += [None] * (len(kernel.shape) - len(spec))
         spec[heads] = "model"
         return {
             "mesh": self.backend_mesh,
-            "kernel_spec": PartitionSpec(*spec),
+            "kernel_spec": _spec(spec),
             "ring": self.overlap != "off",
         }
+
+
+def _whole_over_batch(axes):
+    """Return axes of a kernel whose parts over "batch" are gathered."""
+    return [None if axis == "batch" else axis for axis in axes]
+
+
+def _spec(axes):
+    from jax.sharding import PartitionSpec
+
+    return PartitionSpec(*axes)
 
 
 def device_mesh(*, batch, model, overlap="auto", devices=None):
@@ -219,17 +277,15 @@ def device_mesh(*, batch, model, overlap="auto", devices=None):
         import jax
 
         devices = jax.devices()
-    count = len(devices)
-    if batch < 1 or model < 1 or batch * model != count:
-        work = [f"({count // m}, {m})" for m in divisors(count)]
-        raise ValueError(
-            f"A mesh of batch={batch} and model={model} needs "
-            f"{batch * model} devices and there are {count}, for which "
-            f"(batch, model) can be {', '.join(work)}."
-        )
+    devices = list(devices)
+    check_mesh(batch, model, len(devices))
+    if len(set(map(id, devices))) < len(devices):
+        raise ValueError(f"A device is listed twice. Received: {devices}.")
     mesh = OverlapMesh(order_devices(devices, batch, model), overlap)
-    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-    missing = [f for f in mesh.compiler_options if f not in flags]
+    _warn_without_ring(mesh.devices, overlap)
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
+    wanted = mesh.compiler_options if batch > 1 else {}
+    missing = [f for f in wanted if f"--{f}=true" not in flags]
     if at_hand and missing and overlap in ("auto", "ring"):
         warnings.warn(
             "Gathers of weights and exchanges of gradients will not be "
@@ -238,6 +294,45 @@ def device_mesh(*, batch, model, overlap="auto", devices=None):
             stacklevel=2,
         )
     return mesh
+
+
+def _warn_without_ring(devices, overlap):
+    batch, model = devices.shape
+    platform = getattr(devices.flat[0], "platform", None)
+    if overlap not in ("auto", "ring") or platform != "tpu" or model == 1:
+        return
+    if closes_over_links(devices, axis=1):
+        return
+    work = [
+        str(m)
+        for m in divisors(devices.size)[1:]
+        if closes_over_links(
+            order_devices(list(devices.flat), devices.size // m, m), axis=1
+        )
+    ]
+    warnings.warn(
+        f"No links join model={model} of these devices into a ring, so its "
+        "transfers share links, and the compiler may not hide them."
+        + (f" There are rings for model={', '.join(work)}." if work else ""),
+        stacklevel=3,
+    )
+
+
+def check_mesh(batch, model, count):
+    """Raise unless a mesh is one of `count` devices."""
+    for name, size in (("batch", batch), ("model", model)):
+        if not isinstance(size, (int, np.integer)) or size < 1:
+            raise ValueError(
+                f"{name} must be a positive integer. Received: {size!r}."
+            )
+    if batch * model != count:
+        work = [f"({count // m}, {m})" for m in divisors(count)]
+        can_be = f", for which (batch, model) can be {', '.join(work)}"
+        raise ValueError(
+            f"A mesh of batch={batch} and model={model} needs "
+            f"{batch * model} devices and there are {count}"
+            f"{can_be if work else ''}."
+        )
 
 
 def initialize(job_addresses=None, num_processes=None, process_id=None):
@@ -259,6 +354,17 @@ def initialize(job_addresses=None, num_processes=None, process_id=None):
             cannot be reached.
     """
     check_backend()
+    for name, value, kind, words in (
+        ("job_addresses", job_addresses, str, "a string"),
+        ("num_processes", num_processes, int, "an integer"),
+        ("process_id", process_id, int, "an integer"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name} must be {words}. Received: {value!r}.")
+    if num_processes is not None and num_processes < 1:
+        raise ValueError(
+            f"num_processes must be at least 1. Received: {num_processes}."
+        )
     if num_processes is not None and process_id is not None:
         if not 0 <= process_id < num_processes:
             raise ValueError(
@@ -267,7 +373,7 @@ def initialize(job_addresses=None, num_processes=None, process_id=None):
             )
     for address in filter(None, (job_addresses or "").split(",")):
         host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
+        if not host or not port.isdigit() or not 0 < int(port) < 2**16:
             raise ValueError(
                 "job_addresses must be like '10.0.0.1:8476'. Received: "
                 f"{job_addresses!r}."

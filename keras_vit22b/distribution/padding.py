@@ -218,6 +218,10 @@ class _ArrayBatches(keras.utils.PyDataset):
                 f"{sorted(lengths)}."
             )
         rows = lengths.pop()
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(
+                f"batch_size must be at least 1. Received: {batch_size}."
+            )
         # As Keras does.
         self._batch_size = batch_size or (
             math.ceil(rows / steps) if steps else 32

@@ -7,6 +7,7 @@ from keras_vit22b.layers.patch_embedding import resize_position_embedding
 from keras_vit22b.layers.projections import InProjection
 from keras_vit22b.layers.projections import OutProjection
 from keras_vit22b.layers.qk_norm_attention import AttentionMaps
+from keras_vit22b.layers.qk_norm_attention import AttentionStatistics
 from keras_vit22b.layers.qk_norm_attention import QKNormAttention
 from keras_vit22b.layers.sequential_block import SequentialBlock
 from keras_vit22b.layers.token_pooling import TokenPooling
@@ -14,6 +15,7 @@ from keras_vit22b.layers.token_pooling import TokenPooling
 __all__ = [
     "AttentionMaps",
     "AttentionPooling",
+    "AttentionStatistics",
     "InProjection",
     "OutProjection",
     "ParallelBlock",

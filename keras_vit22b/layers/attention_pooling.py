@@ -8,7 +8,8 @@ from keras import ops
 
 from keras_vit22b.layers.normalization import make_norm
 from keras_vit22b.layers.on_mesh import active_mesh
-from keras_vit22b.layers.on_mesh import kernel_axes
+from keras_vit22b.layers.on_mesh import as_argument
+from keras_vit22b.layers.on_mesh import kernel_and_axes
 from keras_vit22b.layers.projections import OutProjection
 from keras_vit22b.layers.projections import check_divides
 from keras_vit22b.layers.qk_norm_attention import QKNormAttention
@@ -119,26 +120,38 @@ class AttentionPooling(keras.layers.Layer):
     def call(self, tokens):
         probe = ops.expand_dims(ops.convert_to_tensor(self.probe), 0)
         query = ops.tile(self.query(probe), (ops.shape(tokens)[0], 1, 1, 1))
-        key, value = self._key_and_value(tokens)
-        pooled = self.out(self.attention(query, key, value))
-        hidden = activate(self.mlp_in(self.norm(pooled)), self.activation)
-        return (pooled + self.mlp_out(hidden))[:, 0]
+        key, value, later = self._key_and_value(tokens)
+        out, mlp_in, mlp_out = map(as_argument, later)
+        pooled = self.out(self.attention(query, key, value), **out)
+        hidden = self.mlp_in(self.norm(pooled), **mlp_in)
+        hidden = activate(hidden, self.activation)
+        return (pooled + self.mlp_out(hidden, **mlp_out))[:, 0]
 
     def _key_and_value(self, tokens):
+        """Return both, and the kernels of what follows if gathered."""
         mesh = active_mesh()
-        layers = (self.key, self.value)
-        if mesh is None or any(layer.quantization_mode for layer in layers):
-            return [layer(tokens) for layer in layers]
+        both = (self.key, self.value)
+        later = (self.out, self.mlp_in, self.mlp_out)
+        if mesh is None or any(
+            layer.quantization_mode for layer in both + later
+        ):
+            return self.key(tokens), self.value(tokens), [None] * 3
         # Tokens are exchanged once for both.
-        both = mesh.all_gather_matmul(
+        kernels, axes = zip(*map(kernel_and_axes, both))
+        later_kernels, later_axes = zip(*map(kernel_and_axes, later))
+        projected, gathered = mesh.all_gather_matmul(
             tokens,
-            ops.concatenate([layer.kernel for layer in layers], axis=-1),
-            kernel_axes(self.key),
+            ops.concatenate(kernels, axis=-1),
+            axes[0],
+            later=later_kernels,
+            later_axes=later_axes,
         )
-        return [
+        parts = ops.split(projected, 2, axis=-1)
+        key, value = (
             part + ops.cast(layer.bias, part.dtype)
-            for layer, part in zip(layers, ops.split(both, 2, axis=-1))
-        ]
+            for part, layer in zip(parts, both)
+        )
+        return key, value, gathered
 
     def compute_output_shape(self, tokens_shape):
         return (tokens_shape[0], self.hidden_dim)

@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_vit22b.layers.normalization import make_norm
+from keras_vit22b.layers.on_mesh import call_and_gather
 from keras_vit22b.layers.projections import InProjection
 from keras_vit22b.layers.projections import OutProjection
 from keras_vit22b.layers.transformer_block import TransformerBlock
@@ -77,7 +78,9 @@ class ParallelBlock(TransformerBlock):
         self.built = True
 
     def _forward(self, inputs, seeds, return_attention):
-        projected = self.in_projection(self.norm(inputs))
+        projected, [out] = call_and_gather(
+            self.in_projection, self.norm(inputs), self.out_projection
+        )
         qkv, hidden = ops.split(projected, [3 * self.head_dim], axis=-1)
         if self.qkv_bias is not None:
             qkv = qkv + ops.cast(self.qkv_bias, qkv.dtype)
@@ -89,6 +92,6 @@ class ParallelBlock(TransformerBlock):
         hidden = activate(hidden, self.activation)
         hidden = self._drop(hidden, self.dropout_rate, seeds)
         branches = self.out_projection(
-            ops.concatenate([attended, hidden], axis=-1)
+            ops.concatenate([attended, hidden], axis=-1), **out
         )
         return self._add_branch(inputs, branches, self.layer_scale, seeds), maps

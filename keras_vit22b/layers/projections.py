@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from keras_vit22b.layers.on_mesh import active_mesh
-from keras_vit22b.layers.on_mesh import kernel_axes
+from keras_vit22b.layers.on_mesh import kernel_and_axes
 
 
 @keras.saving.register_keras_serializable(package="keras_vit22b")
@@ -59,41 +59,63 @@ class _OnMesh:
     On a mesh that offers to (`keras_vit22b.distribution.device_mesh`), what
     goes in or comes out is exchanged between devices beside the matmul; the
     numbers stay the same. Quantized layers keep Keras' own matmul.
-    """
 
-    def call(self, inputs, training=None):
-        mesh = active_mesh()
-        if mesh is None:
-            return super().call(inputs, training=training)
-        outputs = self._contract_on(
-            mesh,
-            ops.convert_to_tensor(inputs),
-            ops.convert_to_tensor(self.kernel),  # With LoRA, if enabled.
-            kernel_axes(self),
-        )
-        if self.bias is not None:
-            outputs = ops.add(outputs, self.bias)
-        return outputs if self.activation is None else self.activation(outputs)
+    `gathered`, a call argument, is the kernel as another layer gathered it.
+    """
 
     def quantize(self, mode=None, type_check=True, config=None):
         # Keras quantizes no subclass unless told that it may.
         super().quantize(mode, type_check=False, config=config)
 
+    def _finish(self, outputs):
+        if self.bias is not None:
+            outputs = ops.add(outputs, self.bias)
+        return outputs if self.activation is None else self.activation(outputs)
+
 
 class _In(_OnMesh):
-    """From whole tokens to units that are shared out."""
+    """From whole tokens to units that are shared out.
 
-    @staticmethod
-    def _contract_on(mesh, inputs, kernel, axes):
-        return mesh.all_gather_matmul(inputs, kernel, axes)
+    With `later` and `later_axes`, kernels of other layers, it also returns
+    these gathered; see `keras_vit22b.layers.on_mesh.call_and_gather`.
+    """
+
+    def call(
+        self,
+        inputs,
+        training=None,
+        gathered=None,
+        later=None,
+        later_axes=None,
+    ):
+        mesh = active_mesh()
+        if mesh is None:
+            return super().call(inputs, training=training)
+        outputs, kernels = mesh.all_gather_matmul(
+            ops.convert_to_tensor(inputs),
+            *kernel_and_axes(self),
+            later=later or (),
+            later_axes=later_axes or (),
+            gathered=gathered,
+        )
+        outputs = self._finish(outputs)
+        return outputs if later is None else (outputs, kernels)
 
 
 class _Out(_OnMesh):
     """From units that are shared out to whole tokens."""
 
-    @staticmethod
-    def _contract_on(mesh, inputs, kernel, axes):
-        return mesh.matmul_reduce_scatter(inputs, kernel, axes)
+    def call(self, inputs, training=None, gathered=None):
+        mesh = active_mesh()
+        if mesh is None:
+            return super().call(inputs, training=training)
+        return self._finish(
+            mesh.matmul_reduce_scatter(
+                ops.convert_to_tensor(inputs),
+                *kernel_and_axes(self),
+                gathered=gathered,
+            )
+        )
 
 
 class ColumnParallelDense(_In, keras.layers.Dense):

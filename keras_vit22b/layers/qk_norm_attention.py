@@ -11,6 +11,9 @@ from keras import ops
 from keras_vit22b.layers.normalization import check_norm
 from keras_vit22b.layers.normalization import make_norm
 
+# Queries whose logits `AttentionStatistics` hold at a time.
+CHUNK = 64
+
 
 class AttentionMaps(typing.NamedTuple):
     """What one attention layer did, per head, in float32.
@@ -25,6 +28,25 @@ class AttentionMaps(typing.NamedTuple):
     weights: typing.Any
     entropy: typing.Any
     largest_logit: typing.Any
+
+
+class AttentionStatistics(typing.NamedTuple):
+    """What `AttentionMaps` hold in short, over images and queries, in float32.
+
+    Attributes:
+        mean_entropy: `(heads,)`. In nats.
+        min_entropy: `(heads,)`. In nats.
+        largest_logit: `(heads,)`. Before the softmax, after
+            `1 / sqrt(head_dim)`.
+        query_norm: `(heads,)`. Mean Euclidean norm, before the query norm.
+        key_norm: `(heads,)`. Likewise.
+    """
+
+    mean_entropy: typing.Any
+    min_entropy: typing.Any
+    largest_logit: typing.Any
+    query_norm: typing.Any
+    key_norm: typing.Any
 
 
 @keras.saving.register_keras_serializable(package="keras_vit22b")
@@ -46,13 +68,15 @@ class QKNormAttention(keras.layers.Layer):
         query: tensor `(batch, queries, heads, head_dim)`.
         key: tensor `(batch, keys, heads, head_dim)`.
         value: tensor `(batch, keys, heads, head_dim)`.
-        return_attention: bool. Whether to return `AttentionMaps` as well,
-            which holds a `queries x keys` matrix per head in memory. Without
-            it the backend's fused attention is used. Defaults to `False`.
+        return_attention: bool or `"statistics"`. Whether to return
+            `AttentionMaps` as well, which hold a `queries x keys` matrix per
+            head in memory, or `AttentionStatistics`, which take one of
+            `CHUNK x keys`. Without maps the backend's fused attention is
+            used. Defaults to `False`.
 
     Returns:
         A tensor `(batch, queries, heads, head_dim)`, or a pair of it and
-        `AttentionMaps`.
+        `AttentionMaps` or `AttentionStatistics`.
 
     Raises:
         ValueError: if `qk_norm` is unknown.
@@ -86,6 +110,9 @@ class QKNormAttention(keras.layers.Layer):
         self.built = True
 
     def call(self, query, key, value, return_attention=False):
+        if return_attention == "statistics":
+            statistics = self._statistics(query, key)
+            return self.call(query, key, value), statistics
         if self.qk_norm is not None:
             query = self.query_norm(query)
             key = self.key_norm(key)
@@ -105,14 +132,47 @@ class QKNormAttention(keras.layers.Layer):
         )
         if not return_attention:
             return output
-        largest = ops.max(logits, axis=-1, keepdims=True)
-        # H = log sum exp(s) - sum p s, with s shifted by its maximum.
-        shifted = logits - largest
-        entropy = ops.logsumexp(shifted, axis=-1) - ops.sum(
-            weights * shifted, axis=-1
+        largest = ops.max(logits, axis=(-2, -1))
+        return output, AttentionMaps(weights, _entropy(logits), largest)
+
+    def _statistics(self, query, key):
+        norms = [
+            ops.mean(ops.norm(ops.cast(x, "float32"), axis=-1), axis=(0, 1))
+            for x in (query, key)
+        ]
+        if self.qk_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+
+        def of_chunk(chunk):
+            logits = self._logits(chunk, key)
+            entropy = _entropy(logits)
+            return (
+                ops.sum(entropy, axis=(0, 2)),
+                ops.min(entropy, axis=(0, 2)),
+                ops.max(logits, axis=(0, 2, 3)),
+            )
+
+        batch, queries, heads, head_dim = ops.shape(query)
+        whole = queries // CHUNK
+        parts = []
+        if whole:
+            chunks = ops.reshape(
+                query[:, : whole * CHUNK],
+                (batch, whole, CHUNK, heads, head_dim),
+            )
+            # One after the other, so that one is in memory.
+            parts.append(ops.map(of_chunk, ops.swapaxes(chunks, 0, 1)))
+        if queries % CHUNK:
+            rest = of_chunk(query[:, whole * CHUNK :])
+            parts.append([value[None] for value in rest])
+        sums, least, largest = (
+            ops.concatenate(values, axis=0) for values in zip(*parts)
         )
-        return output, AttentionMaps(
-            weights, entropy, ops.max(largest[..., 0], axis=-1)
+        return AttentionStatistics(
+            ops.sum(sums, axis=0) / ops.cast(batch * queries, "float32"),
+            ops.min(least, axis=0),
+            ops.max(largest, axis=0),
+            *norms,
         )
 
     def _logits(self, query, key):
@@ -133,7 +193,9 @@ class QKNormAttention(keras.layers.Layer):
         if not return_attention:
             return output
         batch, queries, heads, _ = query.shape
-        return output, attention_maps_spec(batch, heads, queries, key.shape[1])
+        return output, attention_spec(
+            return_attention, batch, heads, queries, key.shape[1]
+        )
 
     def get_config(self):
         config = super().get_config()
@@ -141,8 +203,24 @@ class QKNormAttention(keras.layers.Layer):
         return config
 
 
-def attention_maps_spec(batch, heads, queries, keys):
-    """Return `AttentionMaps` of symbolic tensors."""
+def _entropy(logits):
+    """Return the entropy of each row's softmax, in nats."""
+    # H = log sum exp(s) - sum p s, with s shifted by its maximum.
+    shifted = logits - ops.max(logits, axis=-1, keepdims=True)
+    return ops.logsumexp(shifted, axis=-1) - ops.sum(
+        ops.softmax(shifted, axis=-1) * shifted, axis=-1
+    )
+
+
+def attention_spec(return_attention, batch, heads, queries, keys):
+    """Return what `return_attention` asks for, of symbolic tensors."""
+    if return_attention == "statistics":
+        return AttentionStatistics(
+            *(
+                keras.KerasTensor((heads,), dtype="float32")
+                for _ in AttentionStatistics._fields
+            )
+        )
     return AttentionMaps(
         keras.KerasTensor((batch, heads, queries, keys), dtype="float32"),
         keras.KerasTensor((batch, heads, queries), dtype="float32"),

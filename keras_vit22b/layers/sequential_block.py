@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_vit22b.layers.normalization import make_norm
+from keras_vit22b.layers.on_mesh import call_and_gather
 from keras_vit22b.layers.projections import ColumnParallelDense
 from keras_vit22b.layers.projections import InProjection
 from keras_vit22b.layers.projections import OutProjection
@@ -72,17 +73,23 @@ class SequentialBlock(TransformerBlock):
         self.built = True
 
     def _forward(self, inputs, seeds, return_attention):
-        qkv = self.qkv_projection(self.norm(inputs))
+        qkv, [attention_out, mlp_in, mlp_out] = call_and_gather(
+            self.qkv_projection,
+            self.norm(inputs),
+            self.attention_out,
+            self.mlp_in,
+            self.mlp_out,
+        )
         attended, maps = self._attend(
             *ops.split(qkv, 3, axis=-1), return_attention
         )
-        outputs = self._add_branch(
-            inputs, self.attention_out(attended), self.attention_scale, seeds
-        )
-        hidden = activate(self.mlp_in(self.mlp_norm(outputs)), self.activation)
+        branch = self.attention_out(attended, **attention_out)
+        outputs = self._add_branch(inputs, branch, self.attention_scale, seeds)
+        hidden = self.mlp_in(self.mlp_norm(outputs), **mlp_in)
+        hidden = activate(hidden, self.activation)
         hidden = self._drop(hidden, self.dropout_rate, seeds)
         outputs = self._add_branch(
-            outputs, self.mlp_out(hidden), self.mlp_scale, seeds
+            outputs, self.mlp_out(hidden, **mlp_out), self.mlp_scale, seeds
         )
         return outputs, maps
 

@@ -7,7 +7,7 @@ from keras_vit22b.layers.on_mesh import remat
 from keras_vit22b.layers.on_mesh import shard_tokens
 from keras_vit22b.layers.projections import check_divides
 from keras_vit22b.layers.qk_norm_attention import QKNormAttention
-from keras_vit22b.layers.qk_norm_attention import attention_maps_spec
+from keras_vit22b.layers.qk_norm_attention import attention_spec
 
 ACTIVATIONS = ("gelu_tanh", "gelu")
 
@@ -37,11 +37,12 @@ class TransformerBlock(keras.layers.Layer):
 
     Call arguments:
         inputs: tensor `(batch, tokens, hidden_dim)`.
-        return_attention: bool. Defaults to `False`.
+        return_attention: bool or `"statistics"`, see `QKNormAttention`.
+            Defaults to `False`.
 
     Returns:
         A tensor `(batch, tokens, hidden_dim)`, or a pair of it and
-        `AttentionMaps`.
+        `AttentionMaps` or `AttentionStatistics`.
 
     Raises:
         ValueError: if the widths do not divide by the heads, or an option is
@@ -104,7 +105,7 @@ class TransformerBlock(keras.layers.Layer):
                 self.seed_generator.next() for _ in range(self.num_dropouts)
             ]
         if return_attention:
-            return self._forward(inputs, seeds, return_attention=True)
+            return self._forward(inputs, seeds, return_attention)
 
         def forward(x):
             return self._forward(x, list(seeds), return_attention=False)[0]
@@ -165,8 +166,8 @@ class TransformerBlock(keras.layers.Layer):
         if not return_attention:
             return outputs
         batch, tokens = inputs.shape[:2]
-        return outputs, attention_maps_spec(
-            batch, self.num_heads, tokens, tokens
+        return outputs, attention_spec(
+            return_attention, batch, self.num_heads, tokens, tokens
         )
 
     def get_config(self):

@@ -5,6 +5,7 @@ Reference: ViT-22B, https://arxiv.org/abs/2302.05442
 
 import keras
 import keras_hub
+from keras import ops
 
 from keras_vit22b.distribution.sharding import check_distribution
 from keras_vit22b.layers import AttentionPooling
@@ -316,6 +317,16 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone, PaddedModel):
             )
         return keras.Model(self.input, outputs)
 
+    def attention_model(self):
+        """Return a model that gives statistics of every block's attention.
+
+        Returns:
+            A `keras.Model` from images to a dict from a field of
+            `layers.AttentionStatistics` to a tensor `(num_layers, heads)`. It
+            shares the backbone's weights, and costs a forward pass.
+        """
+        return _AttentionModel(self)
+
     def tensors(self):
         """Return `{tensor name: variable}`; the names are those on disk."""
         return backbone_tensors(self)
@@ -354,6 +365,28 @@ class ViT22BBackbone(PresetModel, keras_hub.models.Backbone, PaddedModel):
             }
         )
         return config
+
+
+class _AttentionModel(keras.Model):
+    # Not functional: Keras 3.15 takes the outputs of a layer's second call to
+    # be as many as those of its first.
+    def __init__(self, backbone):
+        super().__init__(name="attention_model")
+        self.backbone = backbone
+        self.built = True
+
+    def call(self, images):
+        backbone, found = self.backbone, []
+        tokens = backbone.patch_embedding(images)
+        if backbone.pre_norm:
+            tokens = backbone.pre_norm_layer(tokens)
+        for block in backbone.blocks:
+            tokens, statistics = block(tokens, return_attention="statistics")
+            found.append(statistics)
+        return {
+            name: ops.stack(values)
+            for name, values in zip(found[0]._fields, zip(*found))
+        }
 
 
 def _check_choice(name, value, allowed):

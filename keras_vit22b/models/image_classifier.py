@@ -74,6 +74,10 @@ class ViT22BImageClassifier(
         name=None,
     ):
         num_classes = operator.index(num_classes)
+        if num_classes < 1:
+            raise ValueError(
+                f"num_classes must be at least 1. Received: {num_classes}."
+            )
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(
                 f"{len(class_names)} class_names for {num_classes} classes."

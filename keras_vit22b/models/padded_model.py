@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_vit22b.distribution.padding import padded_data
 from keras_vit22b.distribution.padding import row_multiple
+from keras_vit22b.distribution.process_shares import check_sharded_by_keras
 
 
 class PaddedModel(keras.Model):
@@ -40,6 +41,7 @@ class PaddedModel(keras.Model):
         )
 
     def fit(self, x=None, y=None, batch_size=None, **kwargs):
+        check_sharded_by_keras()
         if row_multiple() == 1:
             return super().fit(x, y, batch_size, **kwargs)
         sample_weight = kwargs.pop("sample_weight", None)
@@ -74,6 +76,7 @@ class PaddedModel(keras.Model):
     def evaluate(
         self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs
     ):
+        check_sharded_by_keras()
         # Within `fit` Keras has the validation data at hand already.
         if row_multiple() == 1 or kwargs.get("_use_cached_eval_dataset"):
             return super().evaluate(

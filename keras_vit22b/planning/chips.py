@@ -9,8 +9,13 @@ https://www.nvidia.com/en-us/data-center/h200. Peaks are dense bfloat16.
 """
 
 import dataclasses
+import itertools
 import math
+import os
 import re
+import types
+
+from keras_vit22b.distribution.device_order import wrapped_sides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +76,7 @@ def chip(kind):
     """
     try:
         return CHIPS[kind.lower()]
-    except KeyError:
+    except (AttributeError, KeyError):
         raise ValueError(
             f"Unknown chip {kind!r}. Known are {', '.join(CHIPS)}."
         ) from None
@@ -96,7 +101,7 @@ class Slice:
         Raises:
             ValueError: if the name has another form, or is of a GPU.
         """
-        match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
+        match = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", str(name))
         if not match:
             raise ValueError(
                 "Expected a kind of TPU and its shape, such as 'v4:8x8x16'. "
@@ -129,14 +134,17 @@ class Slice:
 
     @property
     def wraps(self):
-        """tuple of bool. Whether the links close a ring, by dimension.
+        """tuple of bool. Whether the links close a ring, by dimension."""
+        return wrapped_sides(self.chip.kind, self.shape)
 
-        A torus of cubes closes all; a grid only a side of 16.
-        """
-        if self.chip.dimensions == 2:
-            return tuple(size == 16 for size in self.shape)
-        cubes = all(size % 4 == 0 for size in self.shape)
-        return (cubes,) * self.chip.dimensions
+    def stand_ins(self):
+        """Return what `device_order` reads of devices, without a compiler."""
+        return [
+            types.SimpleNamespace(
+                platform="tpu", device_kind=self.chip.kind, coords=coords
+            )
+            for coords in itertools.product(*map(range, self.shape))
+        ]
 
     def devices(self):
         """Return JAX devices that can be compiled for, but run nothing.
@@ -148,6 +156,7 @@ class Slice:
         from jax.experimental import topologies
 
         check_libtpu()
+        _quiet_libtpu()
         options = dict(self.chip.topology_options)
         if any(self.wraps):
             options["wrap"] = (*self.wraps, False)[:3]
@@ -169,5 +178,29 @@ def check_libtpu():
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             "Compiling for a TPU needs its compiler, which runs on any Linux "
-            'host: pip install "keras-vit22b[jax,tpu-check]"'
+            'host: pip install "keras-vit22b[jax,tpu-check]", or in a clone '
+            'pip install -e ".[jax,tpu-check]"'
         )
+
+
+def set_environment():
+    """Set what compiling for TPUs needs, before Keras is imported.
+
+    Where libtpu is installed, JAX would look for a TPU, and libtpu would ask
+    the network for its host.
+    """
+    os.environ["KERAS_BACKEND"] = "jax"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    _quiet_libtpu()
+
+
+def _quiet_libtpu():
+    """Tell libtpu what it would ask the network for; any answer will do.
+
+    And that no other process has a TPU, so that several can compile.
+    """
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

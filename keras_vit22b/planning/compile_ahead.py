@@ -12,6 +12,7 @@ import time
 
 import keras
 
+from keras_vit22b.distribution.mesh import check_mesh
 from keras_vit22b.distribution.mesh import device_mesh
 from keras_vit22b.planning.chips import GIB
 from keras_vit22b.planning.chips import Slice
@@ -74,6 +75,12 @@ class CompileReport:
     def times(self):
         """Predict the step's times; see `timeline.predict_times`."""
         return predict_times(self.schedule, self._chip)
+
+    @property
+    def num_layers(self):
+        """int. Blocks, as far as the schedule has transfers of them."""
+        blocks = {t.block for t in self.schedule.transfers} - {None}
+        return max(blocks, default=0) + 1
 
     @property
     def _chip(self):
@@ -167,7 +174,9 @@ def compile_for(
 ):
     """Compile the training step of a classifier for a TPU slice.
 
-    The process itself must run JAX on the CPU: set `JAX_PLATFORMS=cpu`.
+    The process itself must run JAX on the CPU: set `JAX_PLATFORMS=cpu`. The
+    step is that of several hosts: on one, `fit` also gives each image a weight,
+    with which rows that fill up a batch are left out.
 
     Args:
         topology: string. The slice, such as `"v4:8x8x16"`.
@@ -217,12 +226,19 @@ def compile_for(
             f"{keras.config.backend()}."
         )
     tpu_slice = Slice.from_name(topology)
-    if batch * model != tpu_slice.num_chips:
+    if not isinstance(images_per_chip, int) or images_per_chip < 1:
         raise ValueError(
-            f"batch {batch} x model {model} is {batch * model} chips, and "
-            f"{topology} has {tpu_slice.num_chips}."
+            "images_per_chip must be an integer of at least 1. Received: "
+            f"{images_per_chip!r}."
         )
-    optimizer = keras.optimizers.get(optimizer)
+    check_mesh(batch, model, tpu_slice.num_chips)
+    try:
+        optimizer = keras.optimizers.get(optimizer)
+    except ValueError as error:
+        raise ValueError(
+            "optimizer must be a keras.optimizers.Optimizer or the name of "
+            f"one, such as 'adamw' or 'sgd'. Received: {optimizer!r}."
+        ) from error
     settings["optimizer"] = optimizer.name
     start = time.perf_counter()
     mesh = device_mesh(

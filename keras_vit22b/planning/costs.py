@@ -14,7 +14,8 @@ Along "model", a gather or a scatter of the activations sends
 one out, backward two in (the input again, and its gradient) and one out, and
 recomputing repeats the first. A ring of links takes `V / (2 W)` s where halves
 go both ways and `V / W` one way, as those do backward that sum a kernel's
-gradient; two chips have one link, `V / W`.
+gradient; two chips have one link, `V / W`. Links that do not close into a ring
+take twice that.
 
 Weights that "batch" splits are gathered along it, again where a block is
 recomputed, and their gradients exchanged and summed: each time
@@ -22,7 +23,9 @@ recomputed, and their gradients exchanged and summed: each time
 all-reduced, twice that. A gather takes `bytes / (2 W D)` s over the `D`
 dimensions of the torus that "model" leaves; what is exchanged goes
 `D X^(1/D) / 4` links, so it takes as many times longer. Where a dimension does
-not wrap, all takes twice that.
+not wrap, all takes twice that. Where `device_order.sums_in_ring` says so (v5e
+and v6e), gradients go round a ring instead, one way and in float32:
+`2 bytes / W` s.
 
 A schedule hides a part `h` of each transfer: a matmul of `m` s beside a ring of
 `r` s takes `max(m, h r) + (1 - h) r`. What weights and gradients hide is beside
@@ -31,11 +34,13 @@ forward, over `C` times the time.
 
 A chip keeps its part of weights and optimizer, in float32, and the images of
 its model group. With recomputing it keeps each block's input, `2 t d` bytes
-for its own `t = T / Y` tokens, and one block at a time in full: what went in
-and came out of both matmuls, the softmax twice (float32 and bfloat16), the
-gradients of the second matmul's input and of the activation, kernels gathered
-in bfloat16 and their gradients in float32. Without recomputing it keeps all
-blocks' forward part.
+for its own `t = T / Y` tokens, and one block at a time in full: what came out
+of the first matmul and went into the second, the softmax in float32, twice
+`2 t d`; and backward the gradient of the second matmul's input twice (one is
+being filled), the activation's input and gradient, the softmax in bfloat16,
+kernels gathered in bfloat16 and their gradients in float32, and six times
+`2 t d`, a number fitted to the compiler's memory (docs/compile_slices.txt).
+Without recomputing it keeps all blocks' forward part.
 
 Source of the formulas: https://jax-ml.github.io/scaling-book/training.
 """
@@ -207,7 +212,9 @@ def step_times(model, weights, *, mesh, images, links, flops, remat):
     )
 
 
-def link_bandwidths(chip, shape, wraps, mesh, *, host_bandwidth):
+def link_bandwidths(
+    chip, shape, wraps, mesh, *, ring_closes, sum_in_ring, host_bandwidth
+):
     """Return the `Links` of a mesh.
 
     Args:
@@ -215,6 +222,8 @@ def link_bandwidths(chip, shape, wraps, mesh, *, host_bandwidth):
         shape: tuple of int. Chips along each dimension; of GPUs, their number.
         wraps: tuple of bool, one a dimension.
         mesh: `(batch, model)`.
+        ring_closes: bool. Whether "model" is a ring of links.
+        sum_in_ring: bool. Whether gradients go round a ring.
         host_bandwidth: float. Bytes/s of a chip between hosts of GPUs.
     """
     batch, parts = mesh
@@ -235,10 +244,15 @@ def link_bandwidths(chip, shape, wraps, mesh, *, host_bandwidth):
     if parts > 1 and len(free) > 1:
         # "model" takes a dimension, or is folded into a part of two.
         free = free[1:]
+    along_batch = sum(free) or both
+    if sum_in_ring:
+        hops = 2 * along_batch / chip.link_bandwidth
+    else:
+        hops = max(1.0, len(free) * batch ** (1 / max(len(free), 1)) / 4)
     return Links(
-        model=chip.link_bandwidth if parts == 2 else both,
-        batch=sum(free) or both,
-        hops=max(1.0, len(free) * batch ** (1 / max(len(free), 1)) / 4),
+        model=both if parts != 2 and ring_closes else chip.link_bandwidth,
+        batch=along_batch,
+        hops=hops,
     )
 
 
@@ -272,9 +286,9 @@ def step_memory(model, weights, *, mesh, images, optimizer_slots, remat):
     arguments += 4 * images / batch * model.pixels
     tokens = images / (batch * parts) * model.tokens
     d, f = model.width, model.mlp_dim
-    softmax = (4 + 2) * tokens * model.tokens * model.num_heads
-    forward = 2 * tokens * ((3 * d + f) + (d + f) + 2 * d) + softmax
-    backward = 2 * tokens * ((d + f) + f + 2 * d)
+    softmax = tokens * model.tokens * model.num_heads
+    forward = 2 * tokens * ((3 * d + f) + (d + f) + 2 * d) + 4 * softmax
+    backward = 2 * tokens * (2 * (d + f) + 2 * f + 6 * d) + 2 * softmax
     kernels = (2 + 4) * (4 * d * d + 2 * d * f) / parts
     kept = 2 * tokens * d if remat else forward
     return Memory(

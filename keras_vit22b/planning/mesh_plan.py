@@ -4,6 +4,10 @@ import dataclasses
 import math
 import typing
 
+from keras_vit22b.distribution.device_order import closes_over_links
+from keras_vit22b.distribution.device_order import is_limited
+from keras_vit22b.distribution.device_order import order_devices
+from keras_vit22b.distribution.device_order import sums_in_ring
 from keras_vit22b.distribution.sharding import AXIS_NAMES
 from keras_vit22b.distribution.sharding import TABLE
 from keras_vit22b.planning import costs
@@ -21,21 +25,33 @@ class Hidden(typing.NamedTuple):
     gradient_reduction: float
 
 
-def hidden_parts(schedule, chip):
+def hidden_parts(schedule, chip, waiting=()):
     """Return what a schedule hides on a chip, a `Hidden`.
 
-    Measured by `compile_for` on 2 blocks of the 22B, jax 0.10.2 and libtpu
-    0.0.42.1: v4:8x8x16, 128 x 8, with overlap "xla" and "ring"; v5e:16x16,
-    32 x 8, likewise. Other TPUs are taken to be as v4, and GPUs too.
+    "ours" is what `tools/compile_slices.py` found on 4 blocks of the 22B (jax
+    0.10.2, libtpu 0.0.42.1). "XLA's own" is what `keras-vit22b compile` found
+    with `--topology v4:8x8x16 --batch 128 --model 8 --images-per-chip 32
+    --num-layers 2 --overlap xla`. Other chips are taken to be as v4.
+
+    Args:
+        schedule: one of `SCHEDULES`.
+        chip: `Chip`.
+        waiting: names of `Hidden` for which the slice has no transfers beside
+            matmuls. Defaults to none.
     """
     if schedule == "nothing hidden":
         return Hidden(0.0, 0.0, 0.0)
-    return MEASURED[schedule].get(chip.kind, MEASURED[schedule]["v4"])
+    parts = MEASURED[schedule].get(chip.kind, MEASURED[schedule]["v4"])
+    return parts._replace(**dict.fromkeys(waiting, 0.0))
 
 
 MEASURED = {
     "XLA's own": {"v4": Hidden(0.0, 0.0, 0.0)},
-    "ours": {"v4": Hidden(1.0, 0.0, 0.0)},
+    "ours": {
+        "v4": Hidden(1.0, 1.0, 0.96),
+        "v5e": Hidden(1.0, 1.0, 0.92),
+        "v5p": Hidden(1.0, 1.0, 0.96),
+    },
 }
 
 
@@ -137,6 +153,24 @@ def _weights(variables, mesh, fsdp):
     return weights
 
 
+def rings(chip, shape, mesh):
+    """Return how a mesh lies on a slice.
+
+    Returns:
+        Whether "model" is a ring of links, whether gradients go round one
+        along "batch", and which names of `Hidden` the compiler cannot hide.
+    """
+    if chip.dimensions != 2:  # All others hide transfers over any links.
+        return True, False, ()
+    devices = order_devices(Slice(chip, shape).stand_ins(), *mesh)
+    closes = mesh[1] == 1 or closes_over_links(devices, axis=1)
+    sums = sums_in_ring(devices)
+    waiting = [] if closes else ["ring"]
+    if is_limited(devices) and not sums:
+        waiting.append("gradient_reduction")
+    return closes, sums, waiting
+
+
 def plan_mesh(
     chip,
     shape,
@@ -151,6 +185,7 @@ def plan_mesh(
     efficiency,
 ):
     weights = _weights(variables, mesh, fsdp)
+    ring_closes, sum_in_ring, waiting = rings(chip, shape, mesh)
     wraps = Slice(chip, shape).wraps if chip.dimensions else (False,)
     times = costs.step_times(
         model,
@@ -158,7 +193,13 @@ def plan_mesh(
         mesh=mesh,
         images=images,
         links=costs.link_bandwidths(
-            chip, shape, wraps, mesh, host_bandwidth=HOST_BANDWIDTH
+            chip,
+            shape,
+            wraps,
+            mesh,
+            ring_closes=ring_closes,
+            sum_in_ring=sum_in_ring,
+            host_bandwidth=HOST_BANDWIDTH,
         ),
         flops=efficiency * chip.peak_flops,
         remat=remat,
@@ -171,7 +212,10 @@ def plan_mesh(
         optimizer_slots=optimizer_slots,
         remat=remat,
     )
-    step = {name: times.step(*hidden_parts(name, chip)) for name in SCHEDULES}
+    step = {
+        name: times.step(*hidden_parts(name, chip, waiting))
+        for name in SCHEDULES
+    }
     needed = 3 * model.flops * images
     peak = math.prod(mesh) * chip.peak_flops
     return MeshPlan(

@@ -390,7 +390,10 @@ def _cause(kind, axis, phase, op_name):
             return cause.replace("_", " ")
     over_batch = axis in ("batch", "both")
     sums = "reduce" in kind or kind == "all-to-all"
-    if over_batch and phase == "backward" and sums:
+    # Outside blocks and pooling each chip has its own images, so that only
+    # gradients are summed.
+    own_images = not in_block and "pooling/" not in op_name
+    if phase == "backward" and sums and (over_batch or own_images):
         return "gradient reduction"
     if not in_block and ("pooling/" in op_name or "head" in op_name):
         return "pooling and head"

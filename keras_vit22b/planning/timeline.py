@@ -215,6 +215,7 @@ def plot_timeline(parts, path, *, title):
                 linewidth=0.3,
             )
         axes.set_yticks(range(len(lanes)), lanes)
+        axes.set_ylim(-0.6, len(lanes) - 0.4)  # Lanes without a bar, too.
         axes.invert_yaxis()
         axes.set_xlabel("predicted time, ms")
         axes.set_title(name, loc="left", fontsize=10)

@@ -129,6 +129,9 @@ def test_folded_int4_kernels_are_refused_with_fsdp(make_backbone):
 
 
 def test_coverage_needs_layouts(make_backbone):
+    for unbuilt in (None, keras.Sequential()):
+        with pytest.raises(ValueError, match="a keras.Model that is built"):
+            coverage(unbuilt)
     with pytest.raises(ValueError, match="ModelParallel in force"):
         coverage(make_backbone())
 
@@ -198,5 +201,5 @@ def test_the_report_is_what_devices_hold(run_on_eight_devices):
 
 def test_a_model_made_before_the_distribution_is_refused(run_on_eight_devices):
     message = run_on_eight_devices(SCRIPT, json.dumps(True))
-    assert "block_0/in_projection/kernel (16, 4, 20) should be in 8" in message
+    assert "(16, 4, 20) should be held as parts (8, 1, 20)" in message
     assert "Set the distribution before the model is made" in message

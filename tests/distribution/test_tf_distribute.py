@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -101,7 +100,7 @@ def test_four_mirrored_devices_train_as_one(one_device):
 
 
 @tensorflow_only
-def test_two_workers_train_as_one(one_device):
+def test_two_workers_train_as_one(one_device, free_port):
     workers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     processes = [
         start(
@@ -117,12 +116,6 @@ def test_two_workers_train_as_one(one_device):
     ]
     for process in processes:
         assert_same(finish(process), one_device)
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.mark.skipif(keras.config.backend() == "jax", reason="JAX has layouts.")

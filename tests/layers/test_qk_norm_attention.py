@@ -11,6 +11,7 @@ from reference import rms_norm
 from reference import softmax
 
 from keras_vit22b.layers import QKNormAttention
+from keras_vit22b.layers import qk_norm_attention
 
 
 def random_heads(tokens=5, heads=2, head_dim=4, scale=1.0):
@@ -148,17 +149,39 @@ def test_huge_logits_stay_finite_in_half_precision(policy, return_attention):
     np.testing.assert_allclose(output[0, 0], value[0, 0], atol=0.01)
 
 
-def test_symbolic_maps_have_the_shapes_of_real_ones():
+@pytest.mark.parametrize("kind", [True, "statistics"])
+def test_symbolic_maps_have_the_shapes_of_real_ones(kind):
     layer = QKNormAttention()
     query, key = random_heads(5), random_heads(7)
-    real = layer(query, key, key, return_attention=True)
+    real = layer(query, key, key, return_attention=kind)
     symbolic = layer(
         *(keras.KerasTensor(x.shape) for x in (query, key, key)),
-        return_attention=True,
+        return_attention=kind,
     )
     assert [tuple(x.shape) for x in keras.tree.flatten(symbolic)] == [
         tuple(x.shape) for x in keras.tree.flatten(real)
     ]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("qk_norm", ["rms", "layer", None])
+def test_statistics_are_those_of_the_maps(qk_norm, chunk, monkeypatch):
+    monkeypatch.setattr(qk_norm_attention, "CHUNK", chunk)
+    generator = np.random.default_rng(3)
+    query, key, value = generator.normal(size=(3, 2, 5, 4, 8)) * 3
+    layer = QKNormAttention(qk_norm)
+    output, statistics = layer(query, key, value, return_attention="statistics")
+    wanted, maps = layer(query, key, value, return_attention=True)
+    np.testing.assert_allclose(output, wanted, atol=1e-5)
+    entropies = ops.convert_to_numpy(maps.entropy)
+    largest = ops.convert_to_numpy(maps.largest_logit)
+    norms = [np.linalg.norm(x, axis=-1).mean((0, 1)) for x in (query, key)]
+    for found, expected in zip(
+        statistics,
+        (entropies.mean((0, 2)), entropies.min((0, 2)), largest.max(0), *norms),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_unknown_norm_is_named():

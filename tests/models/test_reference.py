@@ -87,10 +87,9 @@ def test_half_precision_is_close(make_backbone, images, policy, block):
     outputs = backbone.predict(images, verbose=0)
     expected = forward(tensors, images, backbone.get_config())
     assert all(v.dtype == "float32" for v in backbone.weights)
-    # bfloat16 keeps 8 bits of a number, float16 11.
-    tolerance = {"mixed_bfloat16": 0.1, "mixed_float16": 0.01}[policy]
+    # bfloat16 keeps 8 bits of a number, float16 11. One number may be far
+    # off, where a norm divides by little.
+    tolerance = {"mixed_bfloat16": 0.05, "mixed_float16": 0.005}[policy]
     for key, output in outputs.items():
-        assert np.isfinite(output).all()
-        np.testing.assert_allclose(
-            output.astype("float32"), expected[key], atol=tolerance, rtol=0
-        )
+        error = output.astype("float32") - expected[key]
+        assert np.linalg.norm(error) < tolerance * np.linalg.norm(expected[key])

@@ -1,9 +1,6 @@
 """On a mesh of devices each reads its slice, and nobody the whole (JAX)."""
 
 import json
-import os
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -101,21 +98,12 @@ print(json.dumps(rows))
 """
 
 
-def run_on_eight_devices(folder, **options):
-    process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, folder, json.dumps(options)],
-        env={
-            **os.environ,
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-            "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
-            "JAX_PLATFORMS": "cpu",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+@pytest.fixture
+def load(run_on_eight_devices):
+    def load(folder, **options):
+        return run_on_eight_devices(SCRIPT, folder, json.dumps(options))
+
+    return load
 
 
 @pytest.fixture
@@ -154,8 +142,8 @@ def assert_only_slices_are_read(rows):
         assert sum(row["parts"]) == row["bytes"], name
 
 
-def test_each_device_reads_its_slice_and_no_more(folder):
-    rows = run_on_eight_devices(folder)
+def test_each_device_reads_its_slice_and_no_more(folder, load):
+    rows = load(folder)
     assert_only_slices_are_read(rows)
     backbone = from_preset(folder)
     assert_loaded(folder, values(backbone))
@@ -173,9 +161,9 @@ def test_each_device_reads_its_slice_and_no_more(folder):
     )
 
 
-def test_casts_and_resizing_are_those_of_one_device(folder):
+def test_casts_and_resizing_are_those_of_one_device(folder, load):
     options = {"dtype": "bfloat16", "image_shape": (16, 16, 3)}
-    rows = run_on_eight_devices(folder, **options)
+    rows = load(folder, **options)
     # Each number of a table that is resized needs all others.
     del rows["position_embedding"]
     for row in rows.values():  # The file has numbers of four bytes, not two.

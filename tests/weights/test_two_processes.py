@@ -3,11 +3,7 @@
 Two processes hold four simulated devices each, and talk over sockets.
 """
 
-import json
 import os
-import socket
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -27,7 +23,7 @@ import jax
 import keras
 import safetensors.numpy
 
-scratch, address, processes, number, jobs = map(json.loads, sys.argv[1:])
+address, processes, number, scratch, jobs = map(json.loads, sys.argv[1:])
 scratch = pathlib.Path(scratch)
 if processes > 1:
     keras.distribution.initialize(address, processes, number)
@@ -121,41 +117,6 @@ MODELS = {
 MESHES = ((1, 8), (2, 4))
 
 
-def run(scratch, processes, jobs):
-    """Run jobs in one or two processes; return the report of each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    devices = 8 // processes
-    started = []
-    try:
-        for number in range(processes):
-            values = (str(scratch), address, processes, number, jobs)
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", SCRIPT, *map(json.dumps, values)],
-                    env=os.environ
-                    | {
-                        "XLA_FLAGS": "--xla_force_host_platform_device_count="
-                        f"{devices}",
-                        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-                        "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
-                        "JAX_PLATFORMS": "cpu",
-                    },
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        outputs = [process.communicate(timeout=300) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, (_, log) in zip(started, outputs):
-        assert process.returncode == 0, log
-    return [json.loads(text.splitlines()[-1]) for text, _ in outputs]
-
-
 def loads(*pairs):
     """Jobs that load each model under `mesh`, as saved under `writer`."""
     return [
@@ -178,7 +139,7 @@ def assert_each_process_reads_what_it_holds(jobs, reports):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory, run_processes):
     """What one process and two processes save of the same three models.
 
     The two load it again, and all slices are compared there.
@@ -208,7 +169,7 @@ def saved(tmp_path_factory):
             for mesh in MESHES
         ]
     jobs += loads(*((mesh, writer) for mesh in MESHES for writer in MESHES))
-    reports = run(scratch, 2, jobs)
+    reports = run_processes(SCRIPT, 2, str(scratch), jobs)
     assert len(reports) == 2
     assert_each_process_reads_what_it_holds(jobs, reports)
     return scratch
@@ -229,9 +190,11 @@ def test_two_processes_write_the_bytes_of_one(saved, name):
         assert os.listdir(folder) == ["preset"]
 
 
-def test_what_two_processes_saved_loads_on_eight_devices_of_one(saved):
+def test_what_two_processes_saved_loads_on_eight_devices_of_one(
+    saved, run_processes
+):
     jobs = loads(((2, 4), (1, 8)), ((1, 8), (1, 8)))
-    reports = run(saved, 1, jobs)
+    reports = run_processes(SCRIPT, 1, str(saved), jobs)
     assert_each_process_reads_what_it_holds(jobs, reports)
 
 
