@@ -239,10 +239,13 @@ def compile_command(
     as_json: Json = False,
 ):
     """Compile a training step for a TPU slice that is not there."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    # Where libtpu is installed, JAX would look for a TPU.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    from keras_vit22b.planning.chips import set_environment
+
+    set_environment()
+    folder = os.path.dirname(plot or "")
+    if folder and not os.path.isdir(folder):
+        # Compiling may take long, so before it.
+        raise ValueError(f"There is no folder {folder} for --plot {plot}.")
     with _quiet_import():
         from keras_vit22b.planning.compile_ahead import compile_for
     report = compile_for(
@@ -258,9 +261,9 @@ def compile_command(
         overlap=overlap,
         remat=remat,
     )
-    if plot is not None:
-        report.plot(plot)
     typer.echo(report.to_json() if as_json else str(report))
+    if plot is not None and report.schedule is not None:
+        report.plot(plot, block=min(1, report.num_layers - 1))
 
 
 @app.command()
@@ -363,6 +366,51 @@ def _print_probe(record):
         )
         gain = 100 * (cells[0]["mean"] - cells[1]["mean"])
         typer.echo(f"{shots:>14}{text}{gain:>+8.1f}")
+
+
+@app.command()
+def stability(
+    dataset: Annotated[
+        str, typer.Option(help="digits or fashion_mnist.")
+    ] = "digits",
+    learning_rate: Annotated[float, typer.Option(help="The peak.")] = 3e-2,
+    steps: Annotated[int, typer.Option(min=1)] = 200,
+    seed: Annotated[int, typer.Option()] = 0,
+    output: Annotated[
+        str, typer.Option(help="Folder for tables and pictures.")
+    ] = "results/stability",
+    as_json: Json = False,
+):
+    """Train a small model with and without QK norm at a high rate."""
+    start = time.perf_counter()
+    with _quiet_import():
+        from keras_vit22b.training import stability as lab
+    protocol = lab.StabilityProtocol(dataset, steps=steps)
+    laboratory = lab.Laboratory(protocol, output)
+    settings = [
+        lab.Setting(norm, learning_rate, seed=seed) for norm in (None, "rms")
+    ]
+    progress = None if as_json else _print_stability
+    result = laboratory.report(laboratory.run(settings, progress))
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+        return
+    typer.echo(
+        f"{time.perf_counter() - start:.0f} s; wrote {output}: stability.csv, "
+        "stability.json, attention_by_step.png, loss_by_learning_rate.png"
+    )
+
+
+def _print_stability(run, number, count):
+    last = run["watched"][-1]
+    norm = f"{run['qk_norm']} QK norm" if run["qk_norm"] else "no QK norm"
+    typer.echo(
+        f"{number}/{count}  {run['block']}, {norm}, rate "
+        f"{run['learning_rate']:g}, seed {run['seed']}: loss "
+        f"{run['initial_loss']:.2f} -> {run['final_loss']:.2f}, largest logit "
+        f"{last['largest_logit']:.1f}, entropy {100 * last['entropy']:.1f} % "
+        f"of log T ({run['seconds']:.0f} s)"
+    )
 
 
 def _ints(text):

@@ -1,0 +1,244 @@
+"""Training recipes: one frozen record builds all that `fit` needs."""
+
+import dataclasses
+import json
+import pathlib
+
+import keras
+import numpy as np
+
+from keras_vit22b.training.inception_crop import InceptionCrop
+from keras_vit22b.training.losses import SigmoidCrossEntropy
+from keras_vit22b.training.optimizers import SGD
+from keras_vit22b.training.optimizers import AdamW
+from keras_vit22b.training.optimizers import ScalingAdafactor
+from keras_vit22b.training.schedule import ReciprocalSquareRoot
+from keras_vit22b.training.weight_decay import WeightDecay
+
+RECIPE_FILE = "recipe.json"
+OPTIMIZERS = {"adafactor": ScalingAdafactor, "adamw": AdamW, "sgd": SGD}
+SCHEDULES = ("rsqrt", "cosine", "constant")
+LOSSES = ("sigmoid", "softmax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a classifier is trained. `print` it, or save it beside weights.
+
+    Attributes:
+        name: string.
+        learning_rate: float. The peak.
+        total_steps: int.
+        batch_size: int. Images a step, of all devices.
+        optimizer: `"adafactor"` (`ScalingAdafactor`), `"adamw"` or `"sgd"`
+            with momentum 0.9. Defaults to `"adafactor"`.
+        schedule: `"rsqrt"` (`ReciprocalSquareRoot`), `"cosine"` to zero, or
+            `"constant"`, each after a linear warm-up. Defaults to `"rsqrt"`.
+        warmup_steps: int. Defaults to `10_000`.
+        cooldown_steps: int. Of `"rsqrt"`. Defaults to `0`.
+        timescale: int. Of `"rsqrt"`. Defaults to `10_000`.
+        weight_decay: `WeightDecay`, times the learning rate.
+        clip_norm: float. Largest norm of all gradients together, or `None`.
+            Defaults to `1.0`.
+        loss: `"sigmoid"` (`SigmoidCrossEntropy`) or `"softmax"`. Defaults to
+            `"sigmoid"`.
+        head_bias: float. Start of the head's bias. Defaults to `-10.0`, which
+            goes with thousands of classes.
+        crop_area: pair of floats, or `None` for whole images. See
+            `InceptionCrop`. Defaults to `(0.05, 1.0)`.
+        flip: bool. Defaults to `True`.
+        ema_momentum: float, of an average of the weights, or `None`. Defaults
+            to `None`.
+        accumulation_steps: int. Batches whose gradients make one step.
+            Defaults to `1`.
+    """
+
+    name: str
+    learning_rate: float
+    total_steps: int
+    batch_size: int
+    optimizer: str = "adafactor"
+    schedule: str = "rsqrt"
+    warmup_steps: int = 10_000
+    cooldown_steps: int = 0
+    timescale: int = 10_000
+    weight_decay: WeightDecay = WeightDecay()
+    clip_norm: float | None = 1.0
+    loss: str = "sigmoid"
+    head_bias: float = -10.0
+    crop_area: tuple | None = (0.05, 1.0)
+    flip: bool = True
+    ema_momentum: float | None = None
+    accumulation_steps: int = 1
+
+    def __post_init__(self):
+        for name, allowed in (
+            ("optimizer", tuple(OPTIMIZERS)),
+            ("schedule", SCHEDULES),
+            ("loss", LOSSES),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"{name} must be {', '.join(map(repr, allowed[:-1]))} or "
+                    f"{allowed[-1]!r}. Received: {value!r}."
+                )
+        for name in ("total_steps", "batch_size", "accumulation_steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"{name} must be an integer of at least 1. Received: "
+                    f"{value!r}."
+                )
+
+    def replace(self, **changes):
+        """Return the recipe with other values."""
+        return dataclasses.replace(self, **changes)
+
+    def make_schedule(self):
+        """Return the learning rate's schedule."""
+        if self.schedule == "rsqrt":
+            return ReciprocalSquareRoot(
+                self.learning_rate,
+                warmup_steps=self.warmup_steps,
+                timescale=self.timescale,
+                total_steps=self.total_steps,
+                cooldown_steps=self.cooldown_steps,
+            )
+        return keras.optimizers.schedules.CosineDecay(
+            0.0,
+            max(self.total_steps - self.warmup_steps, 1),
+            alpha=0.0 if self.schedule == "cosine" else 1.0,
+            warmup_target=self.learning_rate,
+            warmup_steps=self.warmup_steps,
+        )
+
+    def make_optimizer(self):
+        """Return the optimizer, with schedule, decay and clipping."""
+        options = {"momentum": 0.9} if self.optimizer == "sgd" else {}
+        if self.ema_momentum is not None:
+            options |= {"use_ema": True, "ema_momentum": self.ema_momentum}
+        if self.accumulation_steps > 1:
+            options["gradient_accumulation_steps"] = self.accumulation_steps
+        return OPTIMIZERS[self.optimizer](
+            self.make_schedule(),
+            weight_decay=self.weight_decay,
+            global_clipnorm=self.clip_norm,
+            **options,
+        )
+
+    def make_loss(self):
+        """Return the loss, of labels `(batch,)` and logits."""
+        if self.loss == "sigmoid":
+            return SigmoidCrossEntropy()
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def make_augmentation(self, image_shape, seed=None):
+        """Return a layer from images of any size to augmented ones.
+
+        Args:
+            image_shape: `(height, width, channels)` of the result.
+            seed: int. Defaults to `None`.
+        """
+        return InceptionCrop(
+            *image_shape[:2],
+            area=self.crop_area or (1.0, 1.0),
+            aspect=(3 / 4, 4 / 3) if self.crop_area else (1.0, 1.0),
+            flip=self.flip,
+            seed=seed,
+        )
+
+    def compile(self, classifier, **options):
+        """Compile a new `ViT22BImageClassifier`, and set its head's bias.
+
+        Args:
+            classifier: a classifier whose `activation` is `None`.
+            **options: of `keras.Model.compile`, such as `metrics`.
+        """
+        bias = classifier.head.bias
+        bias.assign(np.full(bias.shape, self.head_bias, "float32"))
+        options.setdefault("metrics", ["accuracy"])
+        classifier.compile(self.make_optimizer(), self.make_loss(), **options)
+
+    def save(self, folder):
+        """Write `recipe.json` into a folder, such as a preset's."""
+        path = pathlib.Path(folder) / RECIPE_FILE
+        partial = path.with_suffix(".partial")
+        partial.write_text(
+            json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        )
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, folder):
+        """Read `recipe.json` from a folder.
+
+        Raises:
+            ValueError: if the file holds another thing than a recipe.
+        """
+        path = pathlib.Path(folder) / RECIPE_FILE
+        try:
+            values = json.loads(path.read_text())
+            decay = values.pop("weight_decay")
+            decay["others"] = tuple(map(tuple, decay["others"]))
+            if values.get("crop_area") is not None:
+                values["crop_area"] = tuple(values["crop_area"])
+            return cls(weight_decay=WeightDecay(**decay), **values)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} holds no recipe: {error}") from error
+
+    def __str__(self):
+        lines = [f"recipe {self.name}"]
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            if isinstance(value, WeightDecay):
+                value = f"head {value.head:g}, body {value.body:g}" + "".join(
+                    f", {pattern} {decay:g}" for pattern, decay in value.others
+                )
+            lines.append(f"  {field.name.replace('_', ' '):<19}{value}")
+        return "\n".join(lines)
+
+
+NO_DECAY = WeightDecay(head=0.0, body=0.0)
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        # Steps, batch, rates and decay: ViT-22B, appendix. Optimizer,
+        # clipping, bias and crop: the public recipe of the same lineage
+        # (big_vision, train_vit_g), since the paper names none.
+        Recipe(
+            "vit22b",
+            learning_rate=1e-3,
+            total_steps=177_000,
+            batch_size=65_536,
+            cooldown_steps=30_000,
+        ),
+        # Dosovitskiy et al., 2021, appendix B.1.1, on ImageNet.
+        Recipe(
+            "fine_tune",
+            learning_rate=0.01,
+            total_steps=20_000,
+            batch_size=512,
+            optimizer="sgd",
+            schedule="cosine",
+            warmup_steps=500,
+            weight_decay=NO_DECAY,
+            loss="softmax",
+            head_bias=0.0,
+        ),
+        # For models of about a million weights, on a laptop.
+        Recipe(
+            "proxy",
+            learning_rate=1e-3,
+            total_steps=2_000,
+            batch_size=128,
+            optimizer="adamw",
+            warmup_steps=100,
+            cooldown_steps=500,
+            timescale=500,
+            head_bias=-2.0,
+            crop_area=(0.3, 1.0),
+        ),
+    )
+}

@@ -1,0 +1,143 @@
+"""The laboratory measures what it says, and keeps what it measured."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from keras_vit22b import cli
+from keras_vit22b.training import stability
+
+TINY = stability.StabilityProtocol(
+    steps=4,
+    batch_size=8,
+    warmup_steps=1,
+    num_layers=1,
+    hidden_dim=8,
+    validation_images=16,
+    every=2,
+    monitor_images=4,
+)
+
+
+def run_of(rate, final, *, seed=0, norm="rms", initial=2.0):
+    return {
+        "qk_norm": norm,
+        "learning_rate": rate,
+        "block": "parallel",
+        "seed": seed,
+        "initial_loss": initial,
+        "final_loss": final,
+    }
+
+
+def test_sensitivity_is_its_definition():
+    """Mean over rates of min(loss, initial loss) - best loss."""
+    runs = [
+        run_of(1e-3, 0.5),
+        run_of(1e-2, 0.25),
+        run_of(1e-1, 10.0),
+        run_of(1.0, float("nan")),
+        *(run_of(rate, 0.5, seed=1) for rate in (1e-3, 1e-2, 1e-1, 1.0)),
+        run_of(1e-2, 1.0, norm=None),
+    ]
+    first = (0.25 + 0.0 + 1.75 + 1.75) / 4
+    assert stability.sensitivity(runs) == {
+        "parallel, rms QK norm": (
+            pytest.approx(first / 2),
+            pytest.approx(first / 2),
+        ),
+        "parallel, no QK norm": (0.0, 0.0),
+    }
+
+
+def test_a_grid_holds_every_variant_seed_by_seed():
+    settings = stability.grid()
+    assert len(set(settings)) == len(settings) == 2 * 3 * 7 * 3
+    assert [s.seed for s in settings] == sorted(s.seed for s in settings)
+
+
+def test_settings_share_data_and_start(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "keras_vit22b.models.ViT22BImageClassifier.fit",
+        lambda self, x, y, **_: seen.append((x, y)),
+    )
+    monkeypatch.setattr(
+        stability.AttentionMonitor, "records", [], raising=False
+    )
+    for norm in (None, "rms"):
+        stability.train(stability.Setting(norm), TINY)
+    np.testing.assert_array_equal(seen[0][0], seen[1][0])
+    np.testing.assert_array_equal(seen[0][1], seen[1][1])
+
+
+def test_runs_go_on_where_they_were_cut(tmp_path, monkeypatch):
+    settings = stability.grid(
+        learning_rates=(1e-3, 1e-1),
+        qk_norms=(None, "rms"),
+        blocks=("parallel",),
+        seeds=(0,),
+    )
+    laboratory = stability.Laboratory(TINY, tmp_path)
+    runs = laboratory.run(settings)
+    assert [len(run["losses"]) for run in runs] == [4] * 4
+    assert [w["step"] for w in runs[0]["watched"]] == [0, 2, 4]
+    # A kill while the last line was written.
+    path = tmp_path / "runs.jsonl"
+    path.write_text(path.read_text()[:-20])
+    trained = []
+    train = stability.train
+
+    def counted(setting, *arguments):
+        trained.append(setting)
+        return train(setting, *arguments)
+
+    monkeypatch.setattr(stability, "train", counted)
+    again = stability.Laboratory(TINY, tmp_path).run(settings)
+    assert trained == settings[-1:]
+    for run, same in zip(again, runs):
+        assert run["losses"] == pytest.approx(same["losses"], rel=1e-4)
+    result = laboratory.report(again)
+    rows = list(csv.DictReader((tmp_path / "stability.csv").open()))
+    assert [row["qk_norm"] for row in rows] == ["", "", "rms", "rms"]
+    assert json.loads((tmp_path / "stability.json").read_text()) == result
+    for name in ("loss_by_learning_rate.png", "attention_by_step.png"):
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_folder_of_another_protocol_is_refused(tmp_path):
+    stability.Laboratory(TINY, tmp_path)
+    stability.Laboratory(TINY, tmp_path)
+    with pytest.raises(ValueError, match="runs with steps 4, not 200"):
+        stability.Laboratory(stability.StabilityProtocol(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"dataset": "mnist"}, "'digits' or 'fashion_mnist'. Received: 'mnist"),
+        ({"steps": 0}, "steps must be an integer of at least 1"),
+    ],
+)
+def test_wrong_protocols_are_errors(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        stability.StabilityProtocol(**wrong)
+
+
+def test_the_command_prints_and_writes(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(
+        stability, "StabilityProtocol", lambda dataset, steps: TINY
+    )
+    command = f"keras-vit22b stability --output {tmp_path}"
+    for extra in ("", " --json"):
+        monkeypatch.setattr("sys.argv", (command + extra).split())
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        assert exit.value.code == 0
+        output = capsys.readouterr().out
+        if extra:
+            assert len(json.loads(output)["runs"]) == 2
+        else:
+            assert "1/2  parallel, no QK norm, rate 0.03, seed 0" in output
