@@ -1,6 +1,7 @@
 """From raw images to the model's input; settings travel with the preset."""
 
 import logging
+import warnings
 
 import keras
 import keras_hub
@@ -152,6 +153,22 @@ class ViT22BImageConverter(keras_hub.layers.ImageConverter):
         red, green, blue = (images[..., i : i + 1] for i in range(3))
         return LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
 
+    def convert_on_host(self, images):
+        """Do the same with NumPy, for images that have the right size.
+
+        So threads that load data need no backend: in those of several
+        processes JAX 0.10 crashes.
+
+        Args:
+            images: array `(batch, height, width, channels)`.
+        """
+        images = self._match(np.asarray(images))
+        if self.scale is not None:
+            images = images * np.asarray(self.scale, "float32")
+        if self.offset is not None:
+            images = images + np.asarray(self.offset, "float32")
+        return images
+
     def make_preprocessor(self):
         """Return a `ViT22BImageClassifierPreprocessor` that uses this."""
         return ViT22BImageClassifierPreprocessor(self, name="preprocessor")
@@ -191,3 +208,89 @@ class ViT22BImageClassifierPreprocessor(
 
     backbone_cls = ViT22BBackbone
     image_converter_cls = ViT22BImageConverter
+
+
+def convert_images(images, converter, image_shape):
+    """Return the model's input for a list of images.
+
+    Args:
+        images: list of arrays `(height, width)` or `(height, width,
+            channels)`, of any sizes.
+        converter: a `ViT22BImageConverter`, or `None` for images that are
+            converted already.
+        image_shape: `(height, width, channels)`. What the model takes.
+
+    Returns:
+        A float32 array `(n, height, width, channels)`.
+
+    Raises:
+        ValueError: if an image has another shape or holds no finite numbers,
+            or none of 0 to 255 for a converter.
+    """
+    images = [x[..., None] if x.ndim == 2 else x for x in images]
+    for image in images:
+        if image.ndim != 3 or not image.size:
+            raise ValueError(
+                "An image must be (height, width) or (height, width, "
+                f"channels). Received shape {image.shape}; files are read "
+                "from a folder, given by its path."
+            )
+        if image.dtype.kind not in "uif":
+            raise ValueError(
+                f"An image must hold numbers. Received dtype {image.dtype}."
+            )
+        if image.dtype.kind == "f" and not np.isfinite(image).all():
+            raise ValueError("An image holds NaN or infinite values.")
+    if converter is not None:
+        _check_range(images)
+        # Images of one size are converted together.
+        if len({x.shape for x in images}) == 1:
+            images = np.stack(images)
+            if _has_size(images, converter):
+                inputs = converter.convert_on_host(images)
+            else:
+                inputs = _to_numpy(converter(images))
+        else:
+            inputs = np.concatenate(
+                [_to_numpy(converter(x[None])) for x in images]
+            )
+    else:
+        inputs = np.stack(images).astype("float32")
+    if inputs.shape[1:] != tuple(image_shape):
+        raise ValueError(
+            f"The model takes images of shape {tuple(image_shape)}. Received "
+            f"{inputs.shape[1:]}; an image_converter would resize them."
+        )
+    return inputs
+
+
+def _has_size(images, converter):
+    return (
+        isinstance(converter, ViT22BImageConverter)
+        and converter.image_size in (None, images.shape[1:3])
+        and converter.compute_dtype == "float32"
+        and converter.data_format == "channels_last"
+    )
+
+
+def _check_range(images):
+    low, high = min(x.min() for x in images), max(x.max() for x in images)
+    if low < 0 or high > 255:
+        raise ValueError(
+            f"Images hold values of {low:g} to {high:g}; the preset's "
+            "converter expects 0 to 255. Rescale them, or pass "
+            "image_converter=None for images that are converted already."
+        )
+    if high <= 1 and any(x.dtype.kind == "f" and x.any() for x in images):
+        warnings.warn(
+            "Images look scaled to 0..1, but the preset's converter expects "
+            "0..255. Multiply by 255, or pass image_converter=None for images "
+            "that are converted already.",
+            stacklevel=4,
+        )
+
+
+def _to_numpy(tensor):
+    if type(tensor).__module__.startswith("tensorflow"):
+        return tensor.numpy()
+    return keras.ops.convert_to_numpy(tensor)

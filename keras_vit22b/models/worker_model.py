@@ -16,6 +16,16 @@ class WorkerModel(keras.Model):
     Place it last among the base classes.
     """
 
+    def fit(self, *args, **kwargs):
+        if self._has_replicas() and self.optimizer.gradient_accumulation_steps:
+            raise ValueError(
+                "gradient_accumulation_steps="
+                f"{self.optimizer.gradient_accumulation_steps} fails in Keras "
+                "under tf.distribute. Take larger batches, which TensorFlow "
+                "cuts over the replicas, or the JAX backend."
+            )
+        return super().fit(*args, **kwargs)
+
     def train_step(self, *args):
         return self._with_axis(super().train_step(*args))
 
@@ -37,6 +47,11 @@ class WorkerModel(keras.Model):
         if not self._has_workers():
             return logs
         return {n: ops.expand_dims(value, 0) for n, value in logs.items()}
+
+    def _has_replicas(self):
+        if keras.config.backend() != "tensorflow":
+            return False
+        return self.distribute_strategy.num_replicas_in_sync > 1
 
     def _has_workers(self):
         if keras.config.backend() != "tensorflow":

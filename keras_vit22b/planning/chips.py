@@ -82,6 +82,26 @@ def chip(kind):
         ) from None
 
 
+def chip_of_device(device):
+    """Return the `Chip` of a JAX device, or `None` if it is not in the table.
+
+    Args:
+        device: a `jax.Device`.
+    """
+    kind = device.device_kind.lower()
+    for name, words in (
+        ("v4", "tpu v4"),
+        ("v5e", "tpu v5 lite"),
+        ("v5p", "tpu v5"),
+        ("v6e", "tpu v6"),
+        ("h100", "h100"),
+        ("h200", "h200"),
+    ):
+        if words in kind:
+            return CHIPS[name]
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Slice:
     """TPU chips joined by links.

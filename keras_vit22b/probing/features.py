@@ -4,7 +4,6 @@ import itertools
 import logging
 import operator
 import pathlib
-import warnings
 
 import keras
 import numpy as np
@@ -13,7 +12,8 @@ import tqdm
 from keras_vit22b.distribution.padding import row_multiple
 from keras_vit22b.distribution.padding import split_rows
 from keras_vit22b.layers import TokenPooling
-from keras_vit22b.probing.image_folder import ImageFolder
+from keras_vit22b.models.image_folder import ImageFolder
+from keras_vit22b.models.preprocessing import convert_images
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def extract_features(
         total=total, unit=" images", disable=not progress, desc="features"
     ) as bar:
         for batch, batch_labels in _batches(samples, batch_size):
-            inputs = _convert(batch, image_converter, backbone.image_shape)
+            inputs = convert_images(batch, image_converter, backbone.image_shape)
             padding = [(0, rows - len(batch))] + [(0, 0)] * 3
             inputs = split_rows(np.pad(inputs, padding))
             outputs = model.predict_on_batch(inputs)
@@ -278,61 +278,3 @@ def _batches(samples, batch_size):
     while batch := list(itertools.islice(samples, batch_size)):
         images, labels = zip(*batch)
         yield images, labels
-
-
-def _convert(images, converter, image_shape):
-    """Return one float32 array of the model's input for a list of images."""
-    images = [x[..., None] if x.ndim == 2 else x for x in images]
-    for image in images:
-        if image.ndim != 3 or not image.size:
-            raise ValueError(
-                "An image must be (height, width) or (height, width, "
-                f"channels). Received shape {image.shape}; files are read "
-                "from a folder, given by its path."
-            )
-        if image.dtype.kind not in "uif":
-            raise ValueError(
-                f"An image must hold numbers. Received dtype {image.dtype}."
-            )
-        if image.dtype.kind == "f" and not np.isfinite(image).all():
-            raise ValueError("An image holds NaN or infinite values.")
-    if converter is not None:
-        _check_range(images)
-        # Images of one size are converted together.
-        if len({x.shape for x in images}) == 1:
-            inputs = _to_numpy(converter(np.stack(images)))
-        else:
-            inputs = np.concatenate(
-                [_to_numpy(converter(x[None])) for x in images]
-            )
-    else:
-        inputs = np.stack(images).astype("float32")
-    if inputs.shape[1:] != tuple(image_shape):
-        raise ValueError(
-            f"The model takes images of shape {tuple(image_shape)}. Received "
-            f"{inputs.shape[1:]}; an image_converter would resize them."
-        )
-    return inputs
-
-
-def _check_range(images):
-    low, high = min(x.min() for x in images), max(x.max() for x in images)
-    if low < 0 or high > 255:
-        raise ValueError(
-            f"Images hold values of {low:g} to {high:g}; the preset's "
-            "converter expects 0 to 255. Rescale them, or pass "
-            "image_converter=None for images that are converted already."
-        )
-    if high <= 1 and any(x.dtype.kind == "f" and x.any() for x in images):
-        warnings.warn(
-            "Images look scaled to 0..1, but the preset's converter expects "
-            "0..255. Multiply by 255, or pass image_converter=None for images "
-            "that are converted already.",
-            stacklevel=4,
-        )
-
-
-def _to_numpy(tensor):
-    if type(tensor).__module__.startswith("tensorflow"):
-        return tensor.numpy()
-    return keras.ops.convert_to_numpy(tensor)

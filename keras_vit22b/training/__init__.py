@@ -1,6 +1,7 @@
-"""Recipes, and instruments that see training fail."""
+"""Recipes, and what makes training survive: instruments and checkpoints."""
 
 from keras_vit22b.training.attention_monitor import AttentionMonitor
+from keras_vit22b.training.checkpoints import Checkpoints
 from keras_vit22b.training.inception_crop import InceptionCrop
 from keras_vit22b.training.losses import SigmoidCrossEntropy
 from keras_vit22b.training.optimizers import SGD
@@ -9,6 +10,9 @@ from keras_vit22b.training.optimizers import ScalingAdafactor
 from keras_vit22b.training.recipe import RECIPES
 from keras_vit22b.training.recipe import Recipe
 from keras_vit22b.training.schedule import ReciprocalSquareRoot
+from keras_vit22b.training.training_run import train
+from keras_vit22b.training.training_data import TrainingData
+from keras_vit22b.training.training_log import TrainingLog
 from keras_vit22b.training.weight_decay import WeightDecay
 
 __all__ = [
@@ -16,10 +20,14 @@ __all__ = [
     "SGD",
     "AdamW",
     "AttentionMonitor",
+    "Checkpoints",
     "InceptionCrop",
     "ReciprocalSquareRoot",
     "Recipe",
     "ScalingAdafactor",
     "SigmoidCrossEntropy",
+    "TrainingData",
+    "TrainingLog",
     "WeightDecay",
+    "train",
 ]

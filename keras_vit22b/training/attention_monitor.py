@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from keras_vit22b.distribution.padding import row_multiple
+from keras_vit22b.training.checkpoints import steps_taken
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class AttentionMonitor(keras.callbacks.Callback):
         patches = math.prod(backbone.patch_embedding.grid_size)
         self.tokens = patches + backbone.num_prefix_tokens
         self._statistics = _compiled(backbone.attention_model())
-        self._step = _steps_taken(self.model)
+        self._step = steps_taken(self.model.optimizer)
         if self.log_dir is not None:
             import tensorflow as tf
 
@@ -246,13 +247,6 @@ _WORST = {
     "query_norm": np.max,
     "key_norm": np.max,
 }
-
-
-def _steps_taken(model):
-    """Return how many batches a model was trained on."""
-    optimizer = model.optimizer
-    batches = optimizer.gradient_accumulation_steps or 1
-    return int(optimizer.iterations) * batches
 
 
 def _compiled(statistics):

@@ -6,6 +6,7 @@ Source: Szegedy et al., 2015, section 6, https://arxiv.org/abs/1409.4842
 import math
 
 import keras
+import numpy as np
 from keras import ops
 
 
@@ -70,27 +71,43 @@ class InceptionCrop(keras.layers.Layer):
 
     def call(self, images, training=True):
         images = ops.cast(images, self.compute_dtype)
-        batch, height, width, _ = ops.shape(images)
         if not training:
             return ops.image.resize(images, (self.height, self.width))
-        drawn = keras.random.uniform((5, batch), seed=self.seed_generator)
+        shape = (5, ops.shape(images)[0])
+        drawn = keras.random.uniform(shape, seed=self.seed_generator)
+        return ops.cast(self._crop(images, drawn, ops), self.compute_dtype)
+
+    def crop_on_host(self, images, drawn):
+        """Do the same with NumPy, in float32, as loaders of data want it.
+
+        Args:
+            images: array `(batch, height, width, channels)`.
+            drawn: array `(5, batch)`, uniform in [0, 1).
+        """
+        return self._crop(np.asarray(images, "float32"), drawn, np)
+
+    def _crop(self, images, drawn, xp):
+        """Crop by numbers `(5, batch)` in [0, 1), with NumPy or Keras."""
+        _, height, width, channels = xp.shape(images)
         low, high = self.area
         area = low + (high - low) * drawn[0]
         low, high = map(math.log, self.aspect)
-        aspect = ops.exp(low + (high - low) * drawn[1])
+        aspect = xp.exp(low + (high - low) * drawn[1])
         # As parts of the image's sides.
         shape = height / width
-        rows = ops.minimum(ops.sqrt(area / aspect / shape), 1.0)
-        columns = ops.minimum(ops.sqrt(area * aspect * shape), 1.0)
-        flip = drawn[4] < 0.5 if self.flip else ops.zeros((batch,), "bool")
-        down = _samples(
-            drawn[2] * (1 - rows), rows, height, self.height, images.dtype
-        )
+        rows = xp.minimum(xp.sqrt(area / aspect / shape), 1.0)
+        columns = xp.minimum(xp.sqrt(area * aspect * shape), 1.0)
+        down = _samples(drawn[2] * (1 - rows), rows, height, self.height, xp)
         across = _samples(
-            drawn[3] * (1 - columns), columns, width, self.width, images.dtype
+            drawn[3] * (1 - columns), columns, width, self.width, xp
         )
-        across = ops.where(flip[:, None, None], across[:, ::-1], across)
-        return ops.einsum("byh,bhwc,bxw->byxc", down, images, across)
+        if self.flip:
+            mirrored = drawn[4][:, None, None] < 0.5
+            across = xp.where(mirrored, across[:, ::-1], across)
+        images = xp.reshape(images, (-1, height, width * channels))
+        images = xp.matmul(down, images)
+        images = xp.reshape(images, (-1, self.height, width, channels))
+        return xp.matmul(across[:, None], images)
 
     def compute_output_shape(self, input_shape):
         return (input_shape[0], self.height, self.width, input_shape[-1])
@@ -107,7 +124,7 @@ class InceptionCrop(keras.layers.Layer):
         }
 
 
-def _samples(start, part, size, samples, dtype):
+def _samples(start, part, size, samples, xp):
     """Return matrices `(batch, samples, size)` that interpolate linearly.
 
     Args:
@@ -115,10 +132,10 @@ def _samples(start, part, size, samples, dtype):
         part: tensor `(batch,)`. Its length, of the side.
         size: int. Pixels of the side.
         samples: int. Pixels of the result.
-        dtype: string.
+        xp: `numpy` or `keras.ops`.
     """
-    centers = (ops.arange(samples, dtype="float32") + 0.5) / samples
+    centers = (np.arange(samples, dtype="float32") + 0.5) / samples
     position = (start[:, None] + part[:, None] * centers) * size - 0.5
-    position = ops.clip(position, 0, size - 1)[..., None]
-    pixels = ops.arange(size, dtype="float32")
-    return ops.cast(ops.maximum(1 - ops.abs(position - pixels), 0), dtype)
+    position = xp.clip(position, 0, size - 1)[..., None]
+    pixels = np.arange(size, dtype="float32")
+    return xp.maximum(1 - xp.abs(position - pixels), 0)

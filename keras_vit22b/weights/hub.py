@@ -32,8 +32,8 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 # What a preset may hold, and the bytes of one file that is not of weights.
 FILE_NAME = re.compile(
     r"[A-Za-z0-9._-]+\.safetensors|model\.safetensors\.index\.json|"
-    r"model\.weights\.json|(config|image_converter|metadata|preprocessor)"
-    r"\.json|README\.md"
+    r"model\.weights\.json|(config|image_converter|metadata|preprocessor|"
+    r"recipe)\.json|README\.md"
 )
 LARGEST_TEXT = 100_000_000
 ATTEMPTS = 5

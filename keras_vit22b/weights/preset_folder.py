@@ -26,7 +26,8 @@ MOST_FAULTS = 50
 # The names that a save makes: an old preset's are not kept.
 OWN_NAMES = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|"
-    r"model\.weights\.json|(config|image_converter|metadata|preprocessor)\.json"
+    r"model\.weights\.json|"
+    r"(config|image_converter|metadata|preprocessor|recipe)\.json"
 )
 # A pipe would keep its reader waiting; it is opened to be refused.
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)

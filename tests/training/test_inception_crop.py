@@ -39,6 +39,18 @@ def test_crops_are_upright_parts_of_the_wanted_area_and_aspect():
     assert np.ptp(starts, axis=0).min() > 10
 
 
+def test_the_host_crops_as_the_layer_does(monkeypatch):
+    images = np.random.default_rng(0).normal(size=(6, 9, 7, 3))
+    drawn = np.random.default_rng(5).random((5, 6), "float32")
+    monkeypatch.setattr(
+        keras.random, "uniform", lambda *args, **kwargs: drawn
+    )
+    layer = InceptionCrop(4, 5)
+    on_host = layer.crop_on_host(images, drawn)
+    assert on_host.dtype == "float32"
+    np.testing.assert_allclose(on_host, crop(layer, images), atol=1e-5)
+
+
 def test_half_of_the_images_are_mirrored():
     layer = InceptionCrop(8, 8, area=(1, 1), aspect=(1, 1), seed=1)
     outputs = crop(layer, ramps(200, 8, 8))

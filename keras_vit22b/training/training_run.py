@@ -1,0 +1,221 @@
+"""Train a classifier by a recipe, from its start or from where it was."""
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+import warnings
+
+import keras
+
+from keras_vit22b.models.size import describe_size
+from keras_vit22b.training.checkpoints import Checkpoints
+from keras_vit22b.training.non_finite import first_non_finite
+from keras_vit22b.training.recipe import RECIPE_FILE
+from keras_vit22b.training.recipe import Recipe
+from keras_vit22b.training.training_log import TrainingLog
+from keras_vit22b.training.workers import Workers
+
+# A backward pass does twice what a forward pass does.
+PASSES = 3
+
+
+def train(
+    model,
+    recipe,
+    data,
+    folder,
+    *,
+    validation=None,
+    every=500,
+    keep=3,
+    log_every=50,
+    peak_flops=None,
+    callbacks=(),
+    start=None,
+):
+    """Train a classifier, or go on where a run in `folder` was.
+
+    The folder gets `recipe.json`; `log.jsonl`, of `TrainingLog`; and
+    `checkpoints/`, every `every` steps. A run that is killed at any moment and
+    called again with the same arguments ends with the same weights, bit by bit
+    on the same mesh. Works on one device, under `keras.distribution` with any
+    number of processes, and under `tf.distribute`.
+
+    Args:
+        model: a `ViT22BImageClassifier`, made in the scope of a strategy or
+            under a distribution if there is one. Compiled here.
+        recipe: `Recipe`.
+        data: `TrainingData`.
+        folder: path. Of this run, for all processes the same.
+        validation: `TrainingData`, or `None`. Its loss chooses the checkpoint
+            that is kept beside the last ones. Defaults to `None`.
+        every: int. Steps between checkpoints. Defaults to `500`.
+        keep: int. Of the last checkpoints. Defaults to `3`.
+        log_every: int. Steps. Defaults to `50`.
+        peak_flops: float. FLOP/s of all devices, for MFU. Defaults to `None`.
+        callbacks: list of `keras.callbacks.Callback`, such as an
+            `AttentionMonitor`. Defaults to none.
+        start: path. Checkpoints of another run, from whose last one a new run
+            begins. Defaults to `None`: from the model's own weights.
+
+    Returns:
+        The `TrainingLog`.
+
+    Raises:
+        FloatingPointError: if the loss or a variable is not finite. It names
+            the first such tensor; the last good checkpoint is kept.
+        ValueError: if the folder holds a run of another recipe or model, or
+            the batch does not divide over processes.
+    """
+    folder = pathlib.Path(folder).expanduser()
+    workers = Workers(model)
+    if workers.first:
+        folder.mkdir(parents=True, exist_ok=True)
+        _keep_recipe(recipe, folder)
+    log = TrainingLog(
+        folder / "log.jsonl" if workers.first else None,
+        every=log_every,
+        images_per_step=recipe.batch_size,
+        flops_per_image=PASSES
+        * describe_size(model.backbone)["flops_per_image"]["total"],
+        peak_flops=peak_flops,
+    )
+    strategy = workers.strategy
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        recipe.compile(model)
+        checkpoints = Checkpoints(
+            folder / "checkpoints",
+            keep=keep,
+            monitor=None if validation is None else "val_loss",
+            writes=workers.writes_state,
+        )
+        step = checkpoints.restore(model)
+    if step is None:
+        step = _first_step(model, start)
+        checkpoints.save(model)
+    left = recipe.total_steps - step
+    if left <= 0:
+        model.optimizer.finalize_variable_values(model.trainable_variables)
+        return log
+    every = min(every, left)
+    epochs = math.ceil(left / every)
+
+    def load(start, stop):
+        return workers.load(
+            lambda share: data.batches(
+                recipe.batch_size, start=start, stop=stop, share=share
+            )
+        )
+
+    options = {}
+    if validation is not None:
+        whole = workers.whole_batches
+        options["validation_data"] = workers.load(
+            lambda share: validation.in_order(
+                recipe.batch_size, share=share, drop_remainder=whole
+            )
+        )
+    try:
+        with _without_preprocessor(model), _quiet_validation():
+            model.fit(
+                load(step, step + epochs * every),
+                steps_per_epoch=every,
+                epochs=epochs,
+                shuffle=False,
+                verbose=0,
+                callbacks=[_Stop(left), log, *callbacks, checkpoints],
+                **options,
+            )
+    except FloatingPointError as error:
+        raise FloatingPointError(
+            _diagnose(model, recipe, data, checkpoints, workers, load)
+        ) from error
+    finally:
+        checkpoints.wait()
+    return log
+
+
+def _first_step(model, start):
+    if start is None:
+        return 0
+    step = Checkpoints(start, writes=False).restore(model)
+    if step is None:
+        raise ValueError(f"{start} holds no checkpoint to start from.")
+    return step
+
+
+def _keep_recipe(recipe, folder):
+    """Save a recipe, or raise unless it is that of the run in the folder."""
+    if not (folder / RECIPE_FILE).exists():
+        recipe.save(folder)
+        return
+    ours = dataclasses.asdict(recipe)
+    theirs = dataclasses.asdict(Recipe.load(folder))
+    differ = [
+        f"{name}={theirs[name]!r}, not {value!r}"
+        for name, value in ours.items()
+        if theirs[name] != value
+    ]
+    if differ:
+        raise ValueError(
+            f"{folder} holds a run with {', '.join(differ)}. Take that recipe "
+            "to go on, or another folder."
+        )
+
+
+@contextlib.contextmanager
+def _without_preprocessor(model):
+    """Let `fit` take what `TrainingData` has converted already."""
+    preprocessor, model.preprocessor = model.preprocessor, None
+    try:
+        yield
+    finally:
+        model.preprocessor = preprocessor
+
+
+@contextlib.contextmanager
+def _quiet_validation():
+    """Silence Keras on data that end, since grain's have no length.
+
+    `validation_steps` would not do: Keras 3.15 then reads past their end.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Your input ran out of data")
+        yield
+
+
+class _Stop(keras.callbacks.Callback):
+    """End training within an epoch.
+
+    Data that end there would do it, too, but on TensorFlow the step that finds
+    none still counts as a step of the optimizer.
+    """
+
+    def __init__(self, steps):
+        super().__init__()
+        self._left = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._left -= 1
+        if not self._left:
+            self.model.stop_training = True
+
+
+def _diagnose(model, recipe, data, checkpoints, workers, load):
+    """Train again from the last good checkpoint, looking at each step."""
+    start = checkpoints.restore(model)
+    kept = f"The last good checkpoint is {checkpoints.folder / str(start)}."
+    model.optimizer.use_ema = False  # Else `fit` would end with the average.
+    for step in range(start, recipe.total_steps):
+        share = workers.share
+        batch = data.batches(
+            recipe.batch_size, start=step, stop=step + 1, share=share
+        )
+        name = first_non_finite(model, *next(iter(batch)))
+        if name is not None:
+            return f"Step {step + 1}: {name} is the first not finite. {kept}"
+        with _without_preprocessor(model):
+            one = {"steps_per_epoch": 1, "shuffle": False, "verbose": 0}
+            model.fit(load(step, step + 1), **one)
+    return f"A value was not finite, but it did not happen again. {kept}"
