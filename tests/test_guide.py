@@ -120,12 +120,15 @@ def test_no_block_is_left_out():
     "A mesh",
     "Overlap",
     "Save on one mesh, load on another",
+    "Go on after a kill",
 )
 def test_one_process(blocks, tmp_path, free_port):
     """The blocks compare losses and weights themselves."""
     output = run(write_script(blocks, tmp_path, free_port), tmp_path)
     assert "in all, on batch 2 x model 4" in output
     assert (tmp_path / "trained" / "config.json").exists()
+    assert "'step': 6" in output
+    assert (tmp_path / "run" / "checkpoints" / "6").exists()
 
 
 @jax_only

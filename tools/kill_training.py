@@ -23,7 +23,7 @@ import time
 
 TRAIN = pathlib.Path(__file__).with_name("train.py")
 KINDS = ("one device", "eight devices", "two processes")
-STEPS, EVERY = 60, 4
+EVERY = 4
 TIMES = ("seconds_per_step", "images_per_second", "mfu")
 # Prints nothing: run in a process of its own, since Keras is slow to import.
 PRESET = """
@@ -33,7 +33,7 @@ from keras_vit22b import ViT22BBackbone, ViT22BImageConverter
 keras.utils.set_random_seed(0)
 backbone = ViT22BBackbone(
     (8, 8, 1), 2, num_layers=2, num_heads=8, hidden_dim=64, mlp_dim=128,
-    pooling="mean", dropout_rate=0.1,
+    pooling="mean", dropout_rate=float(sys.argv[2]),
 )
 backbone.image_converter = ViT22BImageConverter((8, 8), channels=1)
 backbone.save_to_preset(sys.argv[1])
@@ -53,10 +53,10 @@ def environment(devices=1):
     }
 
 
-def make_preset(folder):
+def make_preset(folder, dropout=0.1):
     """Save a small preset, with random weights, to a folder."""
     subprocess.run(
-        [sys.executable, "-c", PRESET, str(folder)],
+        [sys.executable, "-c", PRESET, str(folder), str(dropout)],
         env=environment(),
         check=True,
         capture_output=True,
@@ -64,8 +64,8 @@ def make_preset(folder):
 
 
 def command(preset, output, *options):
-    """Return the command line of a run."""
-    sizes = [f"total_steps={STEPS}", "batch_size=64", "ema_momentum=0.9"]
+    """Return the command line of a run; options are of its recipe."""
+    sizes = ["batch_size=64", "ema_momentum=0.9"]
     schedule = ["warmup_steps=5", "cooldown_steps=10", "optimizer=adafactor"]
     return [
         *(sys.executable, str(TRAIN), "--data", "digits"),
@@ -75,9 +75,9 @@ def command(preset, output, *options):
     ]
 
 
-def start(kind, preset, output):
+def start(kind, preset, output, steps):
     """Start the processes of a run; return them."""
-    run = command(preset, output)
+    run = command(preset, output, f"total_steps={steps}")
     if kind == "one device":
         commands, devices = [run], 1
     elif kind == "eight devices":
@@ -144,14 +144,15 @@ def read_log(output):
     ]
 
 
-def compare(kind, kills, folder, seed=0):
+def compare(kind, kills, folder, seed=0, steps=40):
     """Train with and without kills; return what differed, and when it was.
 
     Args:
         kind: string, one of `KINDS`.
         kills: int.
         folder: path of an empty folder.
-        seed: int. Of the moments.
+        seed: int. Of the moments. Defaults to `0`.
+        steps: int. Of the run. Defaults to `40`.
 
     Returns:
         A dict of `"kind"`, `"killed_after"` (lines of the log), `"weights"`
@@ -161,15 +162,15 @@ def compare(kind, kills, folder, seed=0):
     preset = folder / "start"
     make_preset(preset)
     whole, broken = folder / "whole", folder / "broken"
-    finish(start(kind, preset, whole))
+    finish(start(kind, preset, whole, steps))
     last = lines(whole)
     moments = sorted(generator.randrange(1, last - 5) for _ in range(kills))
     killed_after = []
     for moment in moments:
-        processes = start(kind, preset, broken)
+        processes = start(kind, preset, broken, steps)
         if kill_at(processes, broken, moment, generator.random() / 10):
             killed_after.append(lines(broken))
-    finish(start(kind, preset, broken))
+    finish(start(kind, preset, broken, steps))
     weights = [
         (run / "preset" / "model.safetensors").read_bytes()
         for run in (whole, broken)

@@ -14,8 +14,8 @@ own data parallelism (JAX) or `tf.distribute` (TensorFlow: MirroredStrategy, or
 MultiWorkerMirroredStrategy where TF_CONFIG is set).
 
 The folder of --output gets recipe.json, log.jsonl, checkpoints/, attention.png
-and, at the end, preset/. A run that was killed goes on from its last checkpoint,
-also on another mesh. To cool a run down that has no end:
+and, at the end, preset/. A run that was killed goes on from its last
+checkpoint, also on another mesh. To cool a run down that has no end:
 
     python tools/train.py --data digits --start results/train --cool-down 500 \
         --output results/cooled
@@ -287,7 +287,8 @@ def split(images, labels, part, seed):
 def main(arguments=None):
     options = parse_arguments(arguments)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("keras_vit22b.training").setLevel(logging.INFO)
+    if not options.process:
+        logging.getLogger("keras_vit22b.training").setLevel(logging.INFO)
     try:
         run(options)
     except (ImportError, FloatingPointError, ValueError) as error:

@@ -96,7 +96,9 @@ def extract_features(
         total=total, unit=" images", disable=not progress, desc="features"
     ) as bar:
         for batch, batch_labels in _batches(samples, batch_size):
-            inputs = convert_images(batch, image_converter, backbone.image_shape)
+            inputs = convert_images(
+                batch, image_converter, backbone.image_shape
+            )
             padding = [(0, rows - len(batch))] + [(0, 0)] * 3
             inputs = split_rows(np.pad(inputs, padding))
             outputs = model.predict_on_batch(inputs)

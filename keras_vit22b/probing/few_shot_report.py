@@ -9,9 +9,9 @@ import numpy as np
 
 from keras_vit22b import __version__
 from keras_vit22b.models import ViT22BBackbone
+from keras_vit22b.models.image_folder import ImageFolder
 from keras_vit22b.probing.features import extract_features
 from keras_vit22b.probing.few_shot import plot_few_shot
-from keras_vit22b.models.image_folder import ImageFolder
 from keras_vit22b.weights.preset_config import write_json
 from keras_vit22b.weights.preset_folder import replacing_file
 

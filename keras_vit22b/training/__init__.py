@@ -10,9 +10,9 @@ from keras_vit22b.training.optimizers import ScalingAdafactor
 from keras_vit22b.training.recipe import RECIPES
 from keras_vit22b.training.recipe import Recipe
 from keras_vit22b.training.schedule import ReciprocalSquareRoot
-from keras_vit22b.training.training_run import train
 from keras_vit22b.training.training_data import TrainingData
 from keras_vit22b.training.training_log import TrainingLog
+from keras_vit22b.training.training_run import train
 from keras_vit22b.training.weight_decay import WeightDecay
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 import logging
 import pathlib
+import re
 import warnings
 
 import keras
@@ -211,14 +212,18 @@ def _make_manager(folder, keep, monitor, writes):
 
 def _variables(model):
     """Return `{name: variable}` of all that training changes."""
-    found = {}
+    found, seeds = {}, 0
     for kind, variables in (
         ("model", model.trainable_variables),
         ("model", model.non_trainable_variables),
         ("optimizer", model.optimizer.variables),
     ):
         for variable in variables:
-            name = f"{kind}.{variable.path.replace('/', '.')}"
+            # Keras counts optimizers and seeds over all models of a process.
+            path = variable.path.removeprefix(f"{model.optimizer.name}/")
+            if re.match(r"seed_generator(_\d+)?/", path):
+                path, seeds = f"seed_generator/{seeds}", seeds + 1
+            name = f"{kind}.{path.replace('/', '.')}"
             if name in found:
                 raise ValueError(f"Two variables are called {variable.path}.")
             found[name] = variable

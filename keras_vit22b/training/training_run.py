@@ -70,6 +70,7 @@ def train(
     """
     folder = pathlib.Path(folder).expanduser()
     workers = Workers(model)
+    workers.check_recipe(recipe)
     if workers.first:
         folder.mkdir(parents=True, exist_ok=True)
         _keep_recipe(recipe, folder)

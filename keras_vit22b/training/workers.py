@@ -7,7 +7,7 @@ from keras_vit22b.distribution.process_shares import process_shares
 
 
 class Workers:
-    """What this process reads and writes, of a `keras.distribution` or strategy.
+    """What this process reads and writes, of a distribution or strategy.
 
     Args:
         model: `keras.Model`, made under it.
@@ -63,6 +63,17 @@ class Workers:
             self.first = not resolver.task_id
             self.writes_state = self.first
 
+    def check_recipe(self, recipe):
+        """Raise if several TensorFlow workers cannot train by a recipe."""
+        strategy = self.strategy
+        if strategy is None or strategy.cluster_resolver is None:
+            return
+        if recipe.optimizer == "adafactor":
+            raise ValueError(
+                "TensorFlow sends no bfloat16 between workers, which momentum "
+                "of optimizer='adafactor' is. Take optimizer='adamw'."
+            )
+
     def load(self, batches):
         """Return what `fit` takes.
 
@@ -73,7 +84,9 @@ class Workers:
             return batches(self.share)
         return self.strategy.distribute_datasets_from_function(
             lambda context: _as_tf_dataset(
-                batches((context.input_pipeline_id, context.num_input_pipelines)),
+                batches(
+                    (context.input_pipeline_id, context.num_input_pipelines)
+                ),
                 context.num_replicas_in_sync // context.num_input_pipelines,
             )
         )

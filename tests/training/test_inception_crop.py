@@ -42,9 +42,7 @@ def test_crops_are_upright_parts_of_the_wanted_area_and_aspect():
 def test_the_host_crops_as_the_layer_does(monkeypatch):
     images = np.random.default_rng(0).normal(size=(6, 9, 7, 3))
     drawn = np.random.default_rng(5).random((5, 6), "float32")
-    monkeypatch.setattr(
-        keras.random, "uniform", lambda *args, **kwargs: drawn
-    )
+    monkeypatch.setattr(keras.random, "uniform", lambda *args, **kwargs: drawn)
     layer = InceptionCrop(4, 5)
     on_host = layer.crop_on_host(images, drawn)
     assert on_host.dtype == "float32"
