@@ -86,7 +86,7 @@ class AttentionMonitor(keras.callbacks.Callback):
         self.log_dir = log_dir
         self.records, self.warned = [], []
         self._crossed = set()
-        self._statistics = self._writer = None
+        self._watched = self._statistics = self._writer = None
 
     def on_train_begin(self, logs=None):
         backbone = getattr(self.model, "backbone", self.model)
@@ -102,7 +102,9 @@ class AttentionMonitor(keras.callbacks.Callback):
             )
         patches = math.prod(backbone.patch_embedding.grid_size)
         self.tokens = patches + backbone.num_prefix_tokens
-        self._statistics = _compiled(backbone.attention_model())
+        if self._watched is not backbone:
+            self._watched = backbone
+            self._statistics = _compiled(backbone.attention_model())
         self._step = steps_taken(self.model.optimizer)
         if self.log_dir is not None:
             import tensorflow as tf
