@@ -23,6 +23,7 @@ checkpoint, also on another mesh. To cool a run down that has no end:
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -230,7 +231,13 @@ def make_recipe(options, step):
             changes[name] = json.loads(value)
         except json.JSONDecodeError:
             changes[name] = value
-    return recipe.replace(**changes)
+    try:
+        return recipe.replace(**changes)
+    except TypeError as error:
+        fields = ", ".join(f.name for f in dataclasses.fields(Recipe))
+        raise ValueError(
+            f"--set cannot make a recipe: {error}. Its fields are {fields}."
+        ) from error
 
 
 def make_model(options, class_names, num_classes):
@@ -272,6 +279,18 @@ def peak_flops(options):
     return each and each * jax.device_count()
 
 
+def count_classes(labels):
+    """Return how many classes there are."""
+    if labels.ndim == 2:
+        return labels.shape[1]  # Multi-hot.
+    if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.min() < 0:
+        raise ValueError(
+            "labels must be integers from 0, or multi-hot (n, classes). "
+            f"Received {labels.dtype} of shape {labels.shape}."
+        )
+    return int(labels.max()) + 1
+
+
 def split(images, labels, part, seed):
     """Return `(images, labels)` to train on, and those held out."""
     import numpy as np
@@ -291,7 +310,7 @@ def main(arguments=None):
         logging.getLogger("keras_vit22b.training").setLevel(logging.INFO)
     try:
         run(options)
-    except (ImportError, FloatingPointError, ValueError) as error:
+    except (ArithmeticError, ImportError, OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command goes on from the checkpoint")
@@ -300,13 +319,11 @@ def main(arguments=None):
 def run(options):
     """Do what the command line asks for."""
     strategy = distribute(options)
-    import numpy as np
-
     from keras_vit22b import training
     from keras_vit22b.training.workers import Workers
 
     images, labels, class_names = read_data(options.data)
-    num_classes = int(np.max(labels)) + 1
+    num_classes = count_classes(labels)
     start = options.start and pathlib.Path(options.start) / "checkpoints"
     step = 0
     if start:
@@ -337,7 +354,7 @@ def run(options):
             training.AttentionMonitor(
                 probe,
                 every=options.monitor_every,
-                plot=output / "attention.png",
+                plot=None if options.process else output / "attention.png",
             )
         )
     training.train(

@@ -91,6 +91,19 @@ class Recipe:
                     f"{value!r}."
                 )
 
+        for name, least in (
+            ("learning_rate", 0.0),
+            ("warmup_steps", 0),
+            ("cooldown_steps", 0),
+            ("timescale", 1),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not value >= least:
+                raise ValueError(
+                    f"{name} must be a number of at least {least}. Received: "
+                    f"{value!r}."
+                )
+
     def replace(self, **changes):
         """Return the recipe with other values."""
         return dataclasses.replace(self, **changes)

@@ -68,6 +68,8 @@ def train(
         ValueError: if the folder holds a run of another recipe or model, or
             the batch does not divide over processes.
     """
+    if every < 1:
+        raise ValueError(f"every must be at least 1. Received: {every}.")
     folder = pathlib.Path(folder).expanduser()
     workers = Workers(model)
     workers.check_recipe(recipe)

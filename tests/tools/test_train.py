@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -68,6 +69,11 @@ def test_meshes_give_the_curve_of_one_device(preset, tmp_path):
     ):
         found = curve(preset, tmp_path / name, *options, devices=8)
         np.testing.assert_allclose(found, one, atol=1e-4)
+    # A run on a mesh goes on, on one device.
+    for step in ("12", "16"):
+        shutil.rmtree(tmp_path / "mesh" / "checkpoints" / step)
+    found = curve(preset, tmp_path / "mesh")
+    np.testing.assert_allclose(found, one, atol=1e-4)
     # The record is a preset, with the recipe beside the weights.
     preset = tmp_path / "mesh" / "preset"
     assert {p.name for p in preset.iterdir()} > {
