@@ -222,7 +222,8 @@ def make_recipe(options, step):
     if options.cool_down:
         changes = {
             "schedule": "rsqrt",
-            "total_steps": step + options.cool_down,
+            "total_steps": step // recipe.accumulation_steps
+            + options.cool_down,
             "cooldown_steps": options.cool_down,
         }
     for text in options.set:

@@ -183,9 +183,12 @@ class _OtherModel(ValueError):
 
 
 def steps_taken(optimizer):
-    """Return how many batches an optimizer was given."""
-    batches = optimizer.gradient_accumulation_steps or 1
-    return int(keras.ops.convert_to_numpy(optimizer.iterations)) * batches
+    """Return how many batches an optimizer was given.
+
+    `iterations` leaves out those whose gradients are only accumulated so far.
+    """
+    count = next(v for v in optimizer.variables if v.name == "iteration")
+    return int(keras.ops.convert_to_numpy(count.value))
 
 
 def _make_manager(folder, keep, monitor, writes):

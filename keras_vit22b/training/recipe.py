@@ -49,8 +49,8 @@ class Recipe:
         flip: bool. Defaults to `True`.
         ema_momentum: float, of an average of the weights, or `None`. Defaults
             to `None`.
-        accumulation_steps: int. Batches whose gradients make one step.
-            Defaults to `1`.
+        accumulation_steps: int. Batches, of `batch_size` images together,
+            whose gradients make one step. Defaults to `1`.
     """
 
     name: str
@@ -91,6 +91,11 @@ class Recipe:
                     f"{value!r}."
                 )
 
+        if self.batch_size % self.accumulation_steps:
+            raise ValueError(
+                f"batch_size={self.batch_size} does not divide into "
+                f"accumulation_steps={self.accumulation_steps} batches."
+            )
         for name, least in (
             ("learning_rate", 0.0),
             ("warmup_steps", 0),
@@ -110,20 +115,23 @@ class Recipe:
 
     def make_schedule(self):
         """Return the learning rate's schedule."""
+        # Keras gives schedules the number of batches, not of steps.
+        batches = self.accumulation_steps
+        warmup_steps = batches * self.warmup_steps
         if self.schedule == "rsqrt":
             return ReciprocalSquareRoot(
                 self.learning_rate,
-                warmup_steps=self.warmup_steps,
-                timescale=self.timescale,
-                total_steps=self.total_steps,
-                cooldown_steps=self.cooldown_steps,
+                warmup_steps=warmup_steps,
+                timescale=batches * self.timescale,
+                total_steps=batches * self.total_steps,
+                cooldown_steps=batches * self.cooldown_steps,
             )
         return keras.optimizers.schedules.CosineDecay(
             0.0,
-            max(self.total_steps - self.warmup_steps, 1),
+            max(batches * self.total_steps - warmup_steps, 1),
             alpha=0.0 if self.schedule == "cosine" else 1.0,
             warmup_target=self.learning_rate,
-            warmup_steps=self.warmup_steps,
+            warmup_steps=warmup_steps,
         )
 
     def make_optimizer(self):

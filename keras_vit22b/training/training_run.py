@@ -40,7 +40,9 @@ def train(
     `checkpoints/`, every `every` steps. A run that is killed at any moment and
     called again with the same arguments ends with the same weights, bit by bit
     on the same mesh. Works on one device, under `keras.distribution` with any
-    number of processes, and under `tf.distribute`.
+    number of processes, and under `tf.distribute`. With `accumulation_steps`, a
+    step of log and checkpoints is one of the batches of which a step of the
+    recipe consists.
 
     Args:
         model: a `ViT22BImageClassifier`, made in the scope of a strategy or
@@ -73,13 +75,17 @@ def train(
     folder = pathlib.Path(folder).expanduser()
     workers = Workers(model)
     workers.check_recipe(recipe)
+    _check_recipe(recipe, folder)
     if workers.first:
         folder.mkdir(parents=True, exist_ok=True)
-        _keep_recipe(recipe, folder)
+        recipe.save(folder)
+    # With accumulation, steps are those of batches from here on.
+    batch_size = recipe.batch_size // recipe.accumulation_steps
+    total = recipe.total_steps * recipe.accumulation_steps
     log = TrainingLog(
         folder / "log.jsonl" if workers.first else None,
         every=log_every,
-        images_per_step=recipe.batch_size,
+        images_per_step=batch_size,
         flops_per_image=PASSES
         * describe_size(model.backbone)["flops_per_image"]["total"],
         peak_flops=peak_flops,
@@ -97,7 +103,7 @@ def train(
     if step is None:
         step = _first_step(model, start)
         checkpoints.save(model)
-    left = recipe.total_steps - step
+    left = total - step
     if left <= 0:
         model.optimizer.finalize_variable_values(model.trainable_variables)
         return log
@@ -107,7 +113,7 @@ def train(
     def load(start, stop):
         return workers.load(
             lambda share: data.batches(
-                recipe.batch_size, start=start, stop=stop, share=share
+                batch_size, start=start, stop=stop, share=share
             )
         )
 
@@ -116,7 +122,7 @@ def train(
         whole = workers.whole_batches
         options["validation_data"] = workers.load(
             lambda share: validation.in_order(
-                recipe.batch_size, share=share, drop_remainder=whole
+                batch_size, share=share, drop_remainder=whole
             )
         )
     try:
@@ -132,7 +138,15 @@ def train(
             )
     except FloatingPointError as error:
         raise FloatingPointError(
-            _diagnose(model, recipe, data, checkpoints, workers, load)
+            _diagnose(
+                model,
+                checkpoints,
+                lambda step: data.batches(
+                    batch_size, start=step, stop=step + 1, share=workers.share
+                ),
+                lambda step: load(step, step + 1),
+                total,
+            )
         ) from error
     finally:
         checkpoints.wait()
@@ -148,10 +162,9 @@ def _first_step(model, start):
     return step
 
 
-def _keep_recipe(recipe, folder):
-    """Save a recipe, or raise unless it is that of the run in the folder."""
+def _check_recipe(recipe, folder):
+    """Raise if the folder holds a run of another recipe."""
     if not (folder / RECIPE_FILE).exists():
-        recipe.save(folder)
         return
     ours = dataclasses.asdict(recipe)
     theirs = dataclasses.asdict(Recipe.load(folder))
@@ -205,20 +218,27 @@ class _Stop(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def _diagnose(model, recipe, data, checkpoints, workers, load):
-    """Train again from the last good checkpoint, looking at each step."""
+def _diagnose(model, checkpoints, read, load, total):
+    """Train again from the last good checkpoint, looking at each step.
+
+    Args:
+        model: a compiled `ViT22BImageClassifier`.
+        checkpoints: `Checkpoints`.
+        read: a function from a step to its batch, as the only element.
+        load: a function from a step to what `fit` takes.
+        total: int. Steps.
+
+    Returns:
+        A string. What went wrong.
+    """
     start = checkpoints.restore(model)
     kept = f"The last good checkpoint is {checkpoints.folder / str(start)}."
     model.optimizer.use_ema = False  # Else `fit` would end with the average.
-    for step in range(start, recipe.total_steps):
-        share = workers.share
-        batch = data.batches(
-            recipe.batch_size, start=step, stop=step + 1, share=share
-        )
-        name = first_non_finite(model, *next(iter(batch)))
+    one = {"steps_per_epoch": 1, "shuffle": False, "verbose": 0}
+    for step in range(start, total):
+        name = first_non_finite(model, *next(iter(read(step))))
         if name is not None:
             return f"Step {step + 1}: {name} is the first not finite. {kept}"
         with _without_preprocessor(model):
-            one = {"steps_per_epoch": 1, "shuffle": False, "verbose": 0}
-            model.fit(load(step, step + 1), **one)
+            model.fit(load(step), **one)
     return f"A value was not finite, but it did not happen again. {kept}"

@@ -43,6 +43,14 @@ def test_the_22bs_recipe():
     assert isinstance(recipe.make_loss(), SigmoidCrossEntropy)
 
 
+def test_a_schedule_counts_steps_and_keras_batches():
+    recipe = RECIPES["vit22b"]
+    schedule = recipe.make_schedule()
+    batches = recipe.replace(accumulation_steps=4).make_schedule()
+    for step in (0, 5_000, 10_000, 100_000, 170_000, 177_000):
+        assert float(batches(4 * step)) == pytest.approx(float(schedule(step)))
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_train(name, make_backbone):
     recipe = RECIPES[name].replace(

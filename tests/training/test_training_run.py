@@ -101,6 +101,27 @@ def test_a_run_goes_on_as_if_nothing_had_happened(
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_accumulated_batches_train_as_one_does(
+    make_model, make_data, arrays, tmp_path
+):
+    def run(folder, **changes):
+        model, data = make_model(), make_data()
+        model.output_dropout.rate = 0.0
+        data.augmentation = None
+        # The last batch of a step has a later rate than the first.
+        recipe = RECIPE.replace(
+            optimizer="sgd", schedule="constant", warmup_steps=0, **changes
+        )
+        log = train(model, recipe, data, tmp_path / folder, log_every=1)
+        return arrays(model), log.records
+
+    whole, records = run("whole")
+    parts, more = run("parts", accumulation_steps=2)
+    assert len(more) == 2 * len(records) == 14
+    for ours, theirs in zip(parts, whole, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
 def test_the_log_has_speed_and_mfu(make_model, make_data, tmp_path):
     log = train(
         make_model(),
