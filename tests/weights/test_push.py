@@ -92,9 +92,11 @@ def test_files_that_are_no_preset_stay_at_home(
         (folder / name).write_bytes(content)
     for name in ("notes.txt", ".env", "train.py", "sub/secret.json"):
         (folder / name).write_text("private")
+    # How it was trained goes with it.
+    (folder / "recipe.json").write_text("{}")
     code = "push_to_hub(folder, 'org/m')"
     assert not client(code, "hf_write", values={"folder": folder}).errors
-    assert files_at(server) == preset.files
+    assert files_at(server) == preset.files | {"recipe.json": b"{}"}
 
 
 @BOTH
