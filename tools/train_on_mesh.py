@@ -63,29 +63,19 @@ def make_classifier():
 
 def train(steps):
     """Return the trained model and the loss of each step."""
-    import keras
-
-    class Losses(keras.callbacks.Callback):
-        values = []
-
-        def on_train_batch_begin(self, batch, logs=None):
-            # Or Keras would give the mean of all steps so far.
-            self.model.reset_metrics()
-
-        def on_train_batch_end(self, batch, logs=None):
-            self.values.append(float(logs["loss"]))
+    from keras_vit22b.training import TrainingLog
 
     images, labels = load_batches(steps)
-    model, losses = make_classifier(), Losses()
+    model, log = make_classifier(), TrainingLog(every=1)
     model.fit(
         images,
         labels,
         batch_size=BATCH_SIZE,
         shuffle=False,
         verbose=0,
-        callbacks=[losses],
+        callbacks=[log],
     )
-    return model, losses.values
+    return model, [record["loss"] for record in log.records]
 
 
 def count_transfers(model):

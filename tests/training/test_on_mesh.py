@@ -19,6 +19,7 @@ from keras_vit22b import ViT22BImageClassifier
 from keras_vit22b import distribution
 from keras_vit22b.training import RECIPES
 from keras_vit22b.training import AttentionMonitor
+from keras_vit22b.training import TrainingLog
 
 jax.config.update("jax_default_matmul_precision", "highest")
 generator = np.random.default_rng(0)
@@ -27,17 +28,6 @@ labels = np.arange(48) % 5
 recipe = RECIPES["vit22b"].replace(
     warmup_steps=1, cooldown_steps=0, head_bias=-2.0, learning_rate=0.01
 )
-
-
-class Losses(keras.callbacks.Callback):
-    def __init__(self):
-        self.values = []
-
-    def on_train_batch_begin(self, batch, logs):
-        self.model.reset_metrics()
-
-    def on_train_batch_end(self, batch, logs):
-        self.values.append(float(logs["loss"]))
 
 
 def train():
@@ -52,11 +42,11 @@ def train():
     for weight in model.weights:
         weight.assign(drawn.normal(0.1, 0.3, weight.shape))
     recipe.compile(model)
-    losses = Losses()
+    log = TrainingLog(every=1)
     monitor = AttentionMonitor(images[:8], every=1, max_logit=1e9)
     model.fit(
         images, labels, batch_size=16, shuffle=False, verbose=0,
-        callbacks=[losses, monitor],
+        callbacks=[log, monitor],
     )
     records = [
         {name: np.asarray(value).tolist() for name, value in record.items()}
@@ -69,7 +59,7 @@ def train():
             row.path.rpartition("/")[2]: [row.dtype, row.axes]
             for row in rows if "block_0_in_projection_kernel" in row.path
         }
-    return losses.values, records, table
+    return [r["loss"] for r in log.records], records, table
 
 
 results = [train()]
