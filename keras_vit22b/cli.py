@@ -373,23 +373,28 @@ def stability(
     dataset: Annotated[
         str, typer.Option(help="digits or fashion_mnist.")
     ] = "digits",
-    learning_rate: Annotated[float, typer.Option(help="The peak.")] = 3e-2,
-    steps: Annotated[int, typer.Option(min=1)] = 200,
+    learning_rate: Annotated[
+        float,
+        typer.Option(
+            help="The highest peak; a fifth and a 25th are tried too."
+        ),
+    ] = 5e-2,
+    steps: Annotated[int, typer.Option(min=1)] = 120,
     seed: Annotated[int, typer.Option()] = 0,
     output: Annotated[
         str, typer.Option(help="Folder for tables and pictures.")
     ] = "results/stability",
     as_json: Json = False,
 ):
-    """Train a small model with and without QK norm at a high rate."""
+    """Train small models with and without QK norm up to a high rate."""
     start = time.perf_counter()
     with _quiet_import():
         from keras_vit22b.training import stability as lab
-    protocol = lab.StabilityProtocol(dataset, steps=steps)
+        from keras_vit22b.training.stability_bench import StabilityProtocol
+    protocol = StabilityProtocol(dataset, steps=steps)
     laboratory = lab.Laboratory(protocol, output)
-    settings = [
-        lab.Setting(norm, learning_rate, seed=seed) for norm in (None, "rms")
-    ]
+    rates = [learning_rate / part for part in (25, 5, 1)]
+    settings = lab.grid(rates, (None, "rms"), ("parallel",), (seed,))
     progress = None if as_json else _print_stability
     result = laboratory.report(laboratory.run(settings, progress))
     if as_json:

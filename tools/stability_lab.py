@@ -4,25 +4,25 @@
 
 trains 126 small models: parallel and sequential blocks, without QK norm and
 with RMS and layer norm, seven learning rates, three seeds. Each run is kept as
-it ends, so the same command goes on after an interruption.
+it ends, so the same command goes on after an interruption. docs/stability.md
+has what came out.
 """
 
 import argparse
 import sys
 
 from keras_vit22b.training import stability
+from keras_vit22b.training import stability_plots
+from keras_vit22b.training.stability_bench import StabilityProtocol
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", default="digits")
-    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", default="results/stability_lab")
     arguments = parser.parse_args()
-    protocol = stability.StabilityProtocol(
-        arguments.dataset, steps=arguments.steps
-    )
+    protocol = StabilityProtocol(arguments.dataset)
     laboratory = stability.Laboratory(protocol, arguments.output)
     settings = stability.grid(seeds=range(arguments.seeds))
 
@@ -36,9 +36,13 @@ def main():
         if number % len(stability.LEARNING_RATES) == 0:
             laboratory.report(laboratory.run(settings[:number]))
 
-    result = laboratory.report(laboratory.run(settings, progress))
+    runs = laboratory.run(settings, progress)
+    result = laboratory.report(runs)
+    stability_plots.plot_by_logit(
+        runs, laboratory.folder / "logit_and_loss.png"
+    )
     for variant, value in result["sensitivity"].items():
-        print(f"{variant:<28}{value['mean']:.3f} ± {value['std']:.3f}")
+        print(f"{variant:<30}{value['mean']:.3f} ± {value['std']:.3f}")
 
 
 if __name__ == "__main__":

@@ -141,9 +141,9 @@ class HuggingFaceImages:
         return len(self.dataset)
 
     def __getitem__(self, index):
-        import numpy as np
+        from keras_vit22b.models.image_folder import decode
 
-        return np.asarray(self.dataset[index]["image"])
+        return decode(self.dataset[index]["image"])
 
 
 def read_data(name):
@@ -164,7 +164,18 @@ def read_data(name):
     path = pathlib.Path(name).expanduser()
     if path.suffix == ".npz":
         with np.load(path) as arrays:
+            missing = {"images", "labels"} - set(arrays)
+            if missing:
+                raise ValueError(
+                    f"{path} has no {' and '.join(sorted(missing))}. It holds "
+                    f"{', '.join(arrays) or 'nothing'}."
+                )
             return arrays["images"], arrays["labels"], None
+    if (path / "dataset_dict.json").exists():
+        raise ValueError(
+            f"{path} holds several data sets. Give the folder of one, such as "
+            f"{path / 'train'}."
+        )
     if (path / "dataset_info.json").exists():
         try:
             import datasets
@@ -173,6 +184,12 @@ def read_data(name):
                 f"{path} is of Hugging Face's datasets: pip install datasets"
             ) from None
         dataset = datasets.load_from_disk(str(path))
+        missing = {"image", "label"} - set(dataset.column_names)
+        if missing:
+            raise ValueError(
+                f"{path} has no column {' or '.join(sorted(missing))}. Rename "
+                f"one of {', '.join(dataset.column_names)}."
+            )
         labels = np.asarray(dataset["label"])
         names = getattr(dataset.features["label"], "names", None)
         return HuggingFaceImages(dataset), labels, names
@@ -282,13 +299,15 @@ def peak_flops(options):
 
 def count_classes(labels):
     """Return how many classes there are."""
-    if labels.ndim == 2:
+    if labels.ndim == 2 and labels.shape[1] > 1:
         return labels.shape[1]  # Multi-hot.
-    if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.min() < 0:
+    if labels.dtype.kind not in "iu" or labels.ndim != 1 or not len(labels):
         raise ValueError(
-            "labels must be integers from 0, or multi-hot (n, classes). "
+            "labels must be integers (n,), or multi-hot (n, classes). "
             f"Received {labels.dtype} of shape {labels.shape}."
         )
+    if labels.min() < 0:
+        raise ValueError(f"labels start at 0. Received: {labels.min()}.")
     return int(labels.max()) + 1
 
 
@@ -296,8 +315,14 @@ def split(images, labels, part, seed):
     """Return `(images, labels)` to train on, and those held out."""
     import numpy as np
 
+    if len(images) != len(labels):
+        raise ValueError(f"{len(images)} images have {len(labels)} labels.")
     order = np.random.default_rng(seed).permutation(len(labels))
     held = round(part * len(labels))
+    if held == len(labels):
+        raise ValueError(
+            f"--validation {part} holds out all of {held} images. Take less."
+        )
     return [
         (Part(images, indices), labels[indices])
         for indices in (np.sort(order[held:]), np.sort(order[:held]))
@@ -306,6 +331,7 @@ def split(images, labels, part, seed):
 
 def main(arguments=None):
     options = parse_arguments(arguments)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # That of orbax.
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     if not options.process:
         logging.getLogger("keras_vit22b.training").setLevel(logging.INFO)
@@ -325,11 +351,15 @@ def run(options):
 
     images, labels, class_names = read_data(options.data)
     num_classes = count_classes(labels)
-    start = options.start and pathlib.Path(options.start) / "checkpoints"
-    step = 0
-    if start:
-        step = max((int(p.name) for p in start.glob("[0-9]*")), default=0)
+    output = pathlib.Path(options.output).expanduser()
+    start, step = None, 0
+    if options.start:
+        start = pathlib.Path(options.start).expanduser() / "checkpoints"
+        step = max(training.Checkpoints(start, writes=False).steps, default=0)
     recipe = make_recipe(options, step)
+    if options.cool_down and (output / "recipe.json").exists():
+        # The run that it started from may have gone on since.
+        recipe = training.Recipe.load(output)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = make_model(options, class_names, num_classes)
     image_shape = model.backbone.image_shape
@@ -347,7 +377,6 @@ def run(options):
         validation = training.TrainingData(
             *held, image_shape, converter=converter
         )
-    output = pathlib.Path(options.output)
     callbacks = []
     if options.monitor_every:
         probe, _ = next(iter((validation or data).in_order(32)))

@@ -80,8 +80,7 @@ class ImageFolder:
         path = self.paths[index]
         try:
             with PIL.Image.open(path) as image:
-                image = PIL.ImageOps.exif_transpose(image)
-                return _to_uint8(image)
+                return decode(image)
         except (OSError, SyntaxError, ValueError) as error:
             raise ValueError(f"Cannot read image {path}: {error}") from error
         except PIL.Image.DecompressionBombError as error:
@@ -105,7 +104,9 @@ def _is_image(path):
     )
 
 
-def _to_uint8(image):
+def decode(image):
+    """Return a PIL image as uint8 `(height, width, 1 or 3)`, upright."""
+    image = PIL.ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         pixels = np.asarray(image)[..., None]
         if pixels.min() < 0 or pixels.max() > 65535:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from keras_vit22b.training.state_check import check_state
+from keras_vit22b.weights.shards import is_first_process
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +88,8 @@ class Checkpoints(keras.callbacks.Callback):
         variables = _variables(model)
         records, bad = check_state(variables)
         step = steps_taken(model.optimizer)
-        bad += [
-            name
-            for name, value in (logs or {}).items()
-            if not np.isfinite(float(value))
-        ]
+        if not np.isfinite(float((logs or {}).get("loss", 0.0))):
+            bad.append("the loss")
         if bad:
             raise FloatingPointError(
                 f"At step {step} {bad[0]} is not finite, nor are "
@@ -101,8 +99,9 @@ class Checkpoints(keras.callbacks.Callback):
             return
         metrics = None
         if self.monitor is not None:
-            metrics = {"value": float((logs or {}).get(self.monitor, np.inf))}
-        self._manager.save(
+            value = float((logs or {}).get(self.monitor, np.inf))
+            metrics = {"value": value if np.isfinite(value) else np.inf}
+        written = self._manager.save(
             step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(
@@ -112,6 +111,11 @@ class Checkpoints(keras.callbacks.Callback):
             ),
             metrics=metrics,
         )
+        if not written:
+            raise RuntimeError(
+                f"orbax did not write step {step} into {self.folder}, which "
+                f"holds {self.steps}."
+            )
         logger.info("step %d: checkpoint in %s", step, self.folder / str(step))
 
     def restore(self, model):
@@ -124,7 +128,7 @@ class Checkpoints(keras.callbacks.Callback):
         Returns:
             The step, or `None` if there is no checkpoint. Checkpoints that
             cannot be read, or were changed since, are passed over with a
-            warning.
+            warning and renamed to `<step>.broken`.
 
         Raises:
             ValueError: if the checkpoint is of another model or optimizer.
@@ -137,7 +141,19 @@ class Checkpoints(keras.callbacks.Callback):
             if self._read(step, variables):
                 logger.info("step %d: restored from %s", step, self.folder)
                 return step
+            self._set_aside(step)
         return None
+
+    def _set_aside(self, step):
+        """Rename a broken checkpoint, so that its step can be written anew."""
+        if not self._writes:
+            return
+        if is_first_process():
+            path = self.folder / str(step)
+            number = len(list(self.folder.glob("*.broken*")))
+            path.rename(self.folder / f"{step}.broken{number or ''}")
+        _all_agree(True)  # Waits for the first.
+        self._manager.reload()
 
     def _read(self, step, variables):
         """Restore one checkpoint; return whether it could be."""
@@ -165,7 +181,9 @@ class Checkpoints(keras.callbacks.Callback):
         except _OtherModel:
             raise
         except Exception as error:  # orbax raises many kinds.
-            fault = f"{type(error).__name__}: {error}"
+            # Their messages may be long specifications.
+            first = str(error).strip().partition("\n")[0]
+            fault = f"{type(error).__name__}: {first[:200]}"
         if not _all_agree(fault is None):
             warnings.warn(
                 f"Checkpoint {path} is broken and passed over: "
@@ -259,9 +277,9 @@ def _check_kinds(path, records, variables):
     if names:
         name = names[0]
         raise _OtherModel(
-            f"{path} is of another model or optimizer. {len(names)} variables "
-            f"differ, such as {name}: it holds {held.get(name)}, and the model "
-            f"has {wanted.get(name)}."
+            f"{path} is of another model, optimizer or backend. {len(names)} "
+            f"variables differ, such as {name}: it holds {held.get(name)}, and "
+            f"the model has {wanted.get(name)}."
         )
 
 

@@ -109,6 +109,58 @@ class Recipe:
                     f"{value!r}."
                 )
 
+        self._check_options()
+
+    def _check_options(self):
+        def number(value, low, high):
+            is_number = isinstance(value, (int, float))
+            return (
+                is_number
+                and not isinstance(value, bool)
+                and (low < value <= high)
+            )
+
+        area = self.crop_area
+        if isinstance(area, list):  # Of JSON.
+            area = tuple(area)
+            object.__setattr__(self, "crop_area", area)
+        momentum = self.ema_momentum
+        for name, good, wanted in (
+            ("flip", isinstance(self.flip, bool), "true or false"),
+            ("head_bias", number(self.head_bias, -1e9, 1e9), "a number"),
+            (
+                "clip_norm",
+                self.clip_norm is None or number(self.clip_norm, 0, 1e30),
+                "a number above 0, or none",
+            ),
+            (
+                "ema_momentum",
+                momentum is None or (number(momentum, 0, 1) and momentum < 1),
+                "a number between 0 and 1, or none",
+            ),
+            (
+                "crop_area",
+                area is None
+                or (
+                    isinstance(area, tuple)
+                    and len(area) == 2
+                    and all(number(side, 0, 1) for side in area)
+                    and area[0] <= area[1]
+                ),
+                "(low, high) in (0, 1], or none",
+            ),
+            (
+                "weight_decay",
+                isinstance(self.weight_decay, WeightDecay),
+                "a WeightDecay",
+            ),
+        ):
+            if not good:
+                raise ValueError(
+                    f"{name} must be {wanted}. Received: "
+                    f"{getattr(self, name)!r}."
+                )
+
     def replace(self, **changes):
         """Return the recipe with other values."""
         return dataclasses.replace(self, **changes)
@@ -138,7 +190,9 @@ class Recipe:
         """Return the optimizer, with schedule, decay and clipping."""
         options = {"momentum": 0.9} if self.optimizer == "sgd" else {}
         if self.ema_momentum is not None:
-            options |= {"use_ema": True, "ema_momentum": self.ema_momentum}
+            # Keras averages after each batch.
+            momentum = self.ema_momentum ** (1 / self.accumulation_steps)
+            options |= {"use_ema": True, "ema_momentum": momentum}
         if self.accumulation_steps > 1:
             options["gradient_accumulation_steps"] = self.accumulation_steps
         return OPTIMIZERS[self.optimizer](
@@ -148,11 +202,18 @@ class Recipe:
             **options,
         )
 
-    def make_loss(self):
-        """Return the loss, of labels `(batch,)` and logits."""
+    def make_loss(self, sparse=True):
+        """Return the loss, of labels and logits.
+
+        Args:
+            sparse: bool. Whether labels are `(batch,)`, not multi-hot
+                `(batch, classes)`. Defaults to `True`.
+        """
         if self.loss == "sigmoid":
-            return SigmoidCrossEntropy()
-        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            return SigmoidCrossEntropy(sparse=sparse)
+        if sparse:
+            return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return keras.losses.CategoricalCrossentropy(from_logits=True)
 
     def make_augmentation(self, image_shape, seed=None):
         """Return a layer from images of any size to augmented ones.
@@ -169,17 +230,20 @@ class Recipe:
             seed=seed,
         )
 
-    def compile(self, classifier, **options):
+    def compile(self, classifier, *, sparse=True, **options):
         """Compile a new `ViT22BImageClassifier`, and set its head's bias.
 
         Args:
             classifier: a classifier whose `activation` is `None`.
+            sparse: bool. Of `make_loss`. Defaults to `True`.
             **options: of `keras.Model.compile`, such as `metrics`.
         """
         bias = classifier.head.bias
         bias.assign(np.full(bias.shape, self.head_bias, "float32"))
         options.setdefault("metrics", ["accuracy"])
-        classifier.compile(self.make_optimizer(), self.make_loss(), **options)
+        classifier.compile(
+            self.make_optimizer(), self.make_loss(sparse), **options
+        )
 
     def save(self, folder):
         """Write `recipe.json` into a folder, such as a preset's."""

@@ -14,65 +14,16 @@ import io
 import json
 import math
 import pathlib
-import time
 
 import keras
 import numpy as np
 
-from keras_vit22b.training.attention_monitor import AttentionMonitor
+from keras_vit22b.training.stability_bench import Bench
+from keras_vit22b.training.stability_bench import load_images
 
-DATASETS = ("digits", "fashion_mnist")
 LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 QK_NORMS = (None, "rms", "layer")
 BLOCKS = ("parallel", "sequential")
-
-
-@dataclasses.dataclass(frozen=True)
-class StabilityProtocol:
-    """How every model of a laboratory is made and trained.
-
-    AdamW (betas 0.9 and 0.95, no decay), gradients clipped to norm 1, linear
-    warm-up, then cosine to zero.
-
-    Attributes:
-        dataset: `"digits"` (scikit-learn's, 8 x 8 pixels, 64 tokens) or
-            `"fashion_mnist"` (28 x 28, 49 tokens). Defaults to `"digits"`.
-        steps: int. Defaults to `200`.
-        batch_size: int. Defaults to `64`.
-        warmup_steps: int. Defaults to `10`.
-        num_layers: int. Defaults to `4`.
-        hidden_dim: int. Defaults to `64`; the MLP has 4 times as many.
-        num_heads: int. Defaults to `2`.
-        validation_images: int. Held out, for the final loss. Defaults to
-            `256`.
-        every: int. Steps between two looks at attention. Defaults to `10`.
-        monitor_images: int. Looked at. Defaults to `32`.
-    """
-
-    dataset: str = "digits"
-    steps: int = 200
-    batch_size: int = 64
-    warmup_steps: int = 10
-    num_layers: int = 4
-    hidden_dim: int = 64
-    num_heads: int = 2
-    validation_images: int = 256
-    every: int = 10
-    monitor_images: int = 32
-
-    def __post_init__(self):
-        if self.dataset not in DATASETS:
-            raise ValueError(
-                f"dataset must be {' or '.join(map(repr, DATASETS))}. "
-                f"Received: {self.dataset!r}."
-            )
-        for field in dataclasses.fields(self)[1:]:
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"{field.name} must be an integer of at least 1. "
-                    f"Received: {value!r}."
-                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +31,7 @@ class Setting:
     """What differs between the models of a laboratory."""
 
     qk_norm: str | None = "rms"
-    learning_rate: float = 3e-2
+    learning_rate: float = 5e-2
     block: str = "parallel"
     seed: int = 0
 
@@ -114,137 +65,6 @@ def grid(
     ]
 
 
-class _Losses(keras.callbacks.Callback):
-    """The loss of every step; Keras would give the mean of an epoch so far."""
-
-    def __init__(self):
-        super().__init__()
-        self.values = []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.model.reset_metrics()
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.values.append(float(logs["loss"]))
-        if not math.isfinite(self.values[-1]):
-            self.model.stop_training = True
-
-
-def load_images(dataset):
-    """Return images `(n, height, width, 1)` in [-1, 1], labels, patch size.
-
-    Raises:
-        OSError: if Fashion-MNIST is not in Keras' cache and cannot be loaded.
-    """
-    if dataset == "digits":
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        images, labels, patch = digits.images / 8.0 - 1.0, digits.target, 1
-    else:
-        try:
-            (images, labels), _ = keras.datasets.fashion_mnist.load_data()
-        except Exception as error:  # Keras raises a bare Exception.
-            raise OSError(
-                f"Fashion-MNIST could not be loaded: {error} "
-                "tools/fashion_mnist.sh fills Keras' cache from Debian's "
-                "package."
-            ) from error
-        images, patch = images / 127.5 - 1.0, 4
-    order = np.random.default_rng(0).permutation(len(images))
-    images = images[order, ..., None].astype("float32")
-    return images, labels[order].astype("int32"), patch
-
-
-def train(setting, protocol, data=None):
-    """Train one model.
-
-    Args:
-        setting: `Setting`.
-        protocol: `StabilityProtocol`.
-        data: of `load_images`. Defaults to `None`: loaded.
-
-    Returns:
-        A dict: the setting; `"losses"`, one a step; `"initial_loss"` and
-        `"final_loss"`, on held-out images; `"watched"`, a list of dicts with
-        `"step"`, `"largest_logit"` and `"entropy"` (the least mean entropy of
-        any head, as a share of `log T`); and `"seconds"`.
-    """
-    from keras_vit22b.models import ViT22BBackbone
-    from keras_vit22b.models import ViT22BImageClassifier
-
-    start = time.perf_counter()
-    images, labels, patch = data or load_images(protocol.dataset)
-    held = protocol.validation_images
-    # Not of the model's seed: all see the same images in the same order.
-    order = np.random.default_rng(setting.seed).integers(
-        held, len(images), protocol.steps * protocol.batch_size
-    )
-    keras.utils.set_random_seed(setting.seed)
-    backbone = ViT22BBackbone(
-        images.shape[1:],
-        patch,
-        num_layers=protocol.num_layers,
-        num_heads=protocol.num_heads,
-        hidden_dim=protocol.hidden_dim,
-        mlp_dim=4 * protocol.hidden_dim,
-        block=setting.block,
-        qk_norm=setting.qk_norm,
-        pooling="mean",
-    )
-    model = ViT22BImageClassifier(backbone, 10, compile=False)
-    schedule = keras.optimizers.schedules.CosineDecay(
-        0.0,
-        max(protocol.steps - protocol.warmup_steps, 1),
-        warmup_target=setting.learning_rate,
-        warmup_steps=protocol.warmup_steps,
-    )
-    model.compile(
-        keras.optimizers.Adam(schedule, beta_2=0.95, global_clipnorm=1.0),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
-    losses = _Losses()
-    monitor = AttentionMonitor(
-        images[: protocol.monitor_images],
-        every=protocol.every,
-        max_logit=math.inf,
-        min_entropy=0.0,
-    )
-    validation = {
-        "x": images[:held],
-        "y": labels[:held],
-        "batch_size": held,
-        "verbose": 0,
-    }
-    initial = float(model.evaluate(**validation))
-    model.fit(
-        images[order],
-        labels[order],
-        batch_size=protocol.batch_size,
-        shuffle=False,
-        verbose=0,
-        callbacks=[losses, monitor],
-    )
-    final = float(model.evaluate(**validation))
-    return {
-        **dataclasses.asdict(setting),
-        "initial_loss": initial,
-        "final_loss": final,
-        "losses": losses.values,
-        "watched": [
-            {
-                "step": record["step"],
-                "largest_logit": float(record["largest_logit"].max()),
-                "entropy": float(
-                    record["mean_entropy"].min() / math.log(monitor.tokens)
-                ),
-            }
-            for record in monitor.records
-        ],
-        "seconds": time.perf_counter() - start,
-    }
-
-
 def sensitivity(runs):
     """Return the learning-rate sensitivity of each variant.
 
@@ -253,7 +73,7 @@ def sensitivity(runs):
     the best (Wortsman et al., 2023, section 2).
 
     Args:
-        runs: list of dicts, of `train`.
+        runs: list of dicts, of `Bench.train`.
 
     Returns:
         A dict from variant to `(mean, standard deviation over seeds)`.
@@ -323,7 +143,7 @@ class Laboratory:
 
     @property
     def runs(self):
-        """list of dicts, of `train`. Those that are done."""
+        """list of dicts, of `Bench.train`. Those that are done."""
         if not self._path.exists():
             return []
         runs = []
@@ -346,14 +166,19 @@ class Laboratory:
             The runs of `settings`, in their order.
         """
         done = {_setting(run): run for run in self.runs}
-        data = None
+        data, benches = None, {}
         for number, setting in enumerate(settings, 1):
             if setting not in done:
                 data = data or load_images(self.protocol.dataset)
-                done[setting] = run = train(setting, self.protocol, data)
+                variant = setting.qk_norm, setting.block
+                if variant not in benches:
+                    benches[variant] = Bench(*variant, self.protocol, data)
+                run = benches[variant].train(
+                    setting.learning_rate, setting.seed
+                )
+                done[setting] = run
                 with self._path.open("a") as file:
                     file.write("\n" * bool(file.tell()) + json.dumps(run))
-                keras.backend.clear_session()
             if progress is not None:
                 progress(done[setting], number, len(settings))
         return [done[setting] for setting in settings]

@@ -1,4 +1,4 @@
-"""The two pictures of a stability laboratory."""
+"""The pictures of a stability laboratory."""
 
 import collections
 import math
@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 # Warm without the norm, cool with it.
 _COLORS = {None: "tab:red", "rms": "tab:blue", "layer": "tab:cyan"}
 _LINES = {"parallel": "-", "sequential": "--"}
+_MARKERS = {"parallel": "o", "sequential": "^"}
 
 
 def _label(run):
@@ -23,16 +24,13 @@ def plot_by_rate(runs, path):
     """Draw the final loss of each variant against the learning rate.
 
     Args:
-        runs: list of dicts, of `stability.train`.
+        runs: list of dicts, of `stability.Bench.train`.
         path: path of a PNG.
     """
     losses = collections.defaultdict(lambda: collections.defaultdict(list))
     for run in runs:
-        loss = run["final_loss"]
-        # A loss that is no number counts as that at the start.
-        loss = loss if math.isfinite(loss) else run["initial_loss"]
         key = run["qk_norm"], run["block"]
-        losses[key][run["learning_rate"]].append(min(loss, run["initial_loss"]))
+        losses[key][run["learning_rate"]].append(_final_loss(run))
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for (norm, block), by_rate in losses.items():
@@ -54,34 +52,80 @@ def plot_by_rate(runs, path):
             alpha=0.12,
             linewidth=0,
         )
-    start = np.mean([run["initial_loss"] for run in runs])
-    axes.axhline(start, color="gray", linestyle=":")
-    axes.text(
-        1.0,
-        start,
-        "untrained ",
-        transform=axes.get_yaxis_transform(),
-        ha="right",
-        va="bottom",
-        color="gray",
-    )
+    start = _mark_untrained(axes, runs)
+    axes.set_xscale("log")
+    tried = sorted({run["learning_rate"] for run in runs})
+    axes.set_xticks(tried, [f"{rate:g}" for rate in tried])
+    axes.minorticks_off()
     axes.set(
-        xscale="log",
         xlabel="learning rate (peak)",
         ylabel="final loss, held-out images (nats)",
         ylim=(0, 1.12 * start),
-        title="Without QK norm a high learning rate stops the learning",
+        title="Final loss with and without QK norm, by learning rate",
     )
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def plot_by_logit(runs, path):
+    """Draw the final loss of each run against its largest logit.
+
+    Args:
+        runs: list of dicts, of `stability.Bench.train`.
+        path: path of a PNG.
+    """
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for norm, block in dict.fromkeys((r["qk_norm"], r["block"]) for r in runs):
+        group = [r for r in runs if (r["qk_norm"], r["block"]) == (norm, block)]
+        axes.scatter(
+            [max(w["largest_logit"] for w in run["watched"]) for run in group],
+            [_final_loss(run) for run in group],
+            color=_COLORS[norm],
+            marker=_MARKERS[block],
+            alpha=0.7,
+            label=_label(group[0]),
+        )
+    start = _mark_untrained(axes, runs)
+    axes.set(
+        xscale="log",
+        xlabel="largest attention logit of the run",
+        ylabel="final loss, held-out images (nats)",
+        ylim=(0, 1.12 * start),
+        title="Final loss against the largest logit, all rates and seeds",
+    )
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _final_loss(run):
+    """Return the loss, that at the start where it is more or no number."""
+    if not math.isfinite(run["final_loss"]):
+        return run["initial_loss"]
+    return min(run["final_loss"], run["initial_loss"])
+
+
+def _mark_untrained(axes, runs):
+    """Draw the mean loss at the start; return it."""
+    start = np.mean([run["initial_loss"] for run in runs])
+    axes.axhline(start, color="gray", linestyle=":")
+    axes.text(
+        0.01,
+        start,
+        "untrained",
+        transform=axes.get_yaxis_transform(),
+        va="bottom",
+        color="gray",
+    )
+    return start
 
 
 def plot_by_step(runs, protocol, path):
     """Draw loss, largest logit and entropy of runs against the step.
 
     Args:
-        runs: list of dicts, of `stability.train`. Those of one learning rate
-            are drawn, the highest at which a run with the norm learns.
+        runs: list of dicts, of `stability.Bench.train`. Those of the first
+            seed and `most_telling_rate` are drawn.
         protocol: `StabilityProtocol`.
         path: path of a PNG.
     """
@@ -115,7 +159,8 @@ def plot_by_step(runs, protocol, path):
     loss.set(
         ylabel="training loss (nats)",
         ylim=(0, None),
-        title=f"{protocol.dataset}, learning rate {rate:g}, seed {seed}",
+        title="Loss, logits and attention with and without QK norm\n"
+        f"{protocol.dataset}, learning rate {rate:g}, seed {seed}",
     )
     loss.legend(fontsize="small")
     logit.set(ylabel="largest attention logit", yscale="log")
@@ -124,15 +169,9 @@ def plot_by_step(runs, protocol, path):
         xlabel="step",
         ylim=(0, 103),
     )
-    for height, words in ((93, "all tokens"), (5, "one token")):
-        entropy.annotate(
-            f"each query looks at {words}",
-            (0.99, height),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            color="gray",
-            fontsize="small",
-        )
+    looked_at = entropy.secondary_yaxis("right")
+    looked_at.set_yticks([0, 100], ["one\ntoken", "all\ntokens"])
+    looked_at.set_ylabel("each query looks at")
     figure.savefig(path, dpi=150)
 
 
@@ -141,9 +180,7 @@ def most_telling_rate(runs):
     with_norm, without = (collections.defaultdict(list) for _ in range(2))
     for run in runs:
         group = with_norm if run["qk_norm"] else without
-        group[run["learning_rate"]].append(
-            min(run["initial_loss"], np.nan_to_num(run["final_loss"], nan=1e9))
-        )
+        group[run["learning_rate"]].append(_final_loss(run))
     both = sorted(with_norm.keys() & without.keys())
     if not both:
         return max(run["learning_rate"] for run in runs)

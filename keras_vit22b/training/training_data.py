@@ -2,6 +2,7 @@
 
 import functools
 import os
+import zlib
 
 import numpy as np
 
@@ -59,10 +60,16 @@ class TrainingData:
                 f"Every image needs a label. Received {len(images)} images "
                 f"and {len(labels)} labels."
             )
-        if labels.ndim not in (1, 2):
+        multi_hot = labels.ndim == 2 and labels.shape[1] > 1
+        if labels.ndim != 1 and not multi_hot:
             raise ValueError(
                 "labels must be (n,), or multi-hot (n, classes). Received "
                 f"shape {labels.shape}."
+            )
+        if multi_hot and not np.isin(labels, (0, 1)).all():
+            raise ValueError(
+                "Multi-hot labels are 0 or 1. Received values from "
+                f"{labels.min()} to {labels.max()}."
             )
         self.images, self.labels = images, labels
         self.image_shape = tuple(image_shape)
@@ -74,6 +81,14 @@ class TrainingData:
 
     def __len__(self):
         return len(self.images)
+
+    def describe(self):
+        """Return a dict by which to tell these data from others."""
+        return {
+            "images": len(self),
+            "labels": zlib.crc32(np.ascontiguousarray(self.labels).tobytes()),
+            "seed": self.seed,
+        }
 
     def batches(self, batch_size, *, start, stop, share=(0, 1)):
         """Return the batches of some steps.

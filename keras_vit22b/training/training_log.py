@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingLog(keras.callbacks.Callback):
-    """Write loss, learning rate and speed every few steps.
+    """Write loss, learning rate and speed every few steps, and each epoch.
 
     Means are of the steps since the line before or the epoch's start; Keras'
     own are of the epoch so far. Lines also go to this module's logger, at level
@@ -81,11 +81,14 @@ class TrainingLog(keras.callbacks.Callback):
             self._write(logs or {})
 
     def on_epoch_end(self, epoch, logs=None):
+        logs = dict(logs or {})
         validation = {
-            name: float(value)
-            for name, value in (logs or {}).items()
+            name: float(logs.pop(name))
+            for name in list(logs)
             if name.startswith("val_")
         }
+        if self._step > self._last:
+            self._write(logs)
         if validation:
             self._append({"step": self._step, **validation})
 
@@ -126,12 +129,13 @@ def _kept_records(path, step):
     path.parent.mkdir(parents=True, exist_ok=True)
     records = []
     if path.exists():
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
+                record = json.loads(line)
+                if record["step"] <= step:
+                    records.append(record)
+            except (ValueError, TypeError, KeyError):
                 continue
-    records = [record for record in records if record["step"] <= step]
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(json.dumps(r) + "\n" for r in records))
     partial.replace(path)

@@ -2,15 +2,22 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import pathlib
 import warnings
 
 import keras
 
+try:
+    import fcntl
+except ImportError:  # Windows.
+    fcntl = None
+
 from keras_vit22b.models.size import describe_size
 from keras_vit22b.training.checkpoints import Checkpoints
-from keras_vit22b.training.non_finite import first_non_finite
+from keras_vit22b.training.checkpoints import steps_taken
+from keras_vit22b.training.non_finite import NonFiniteSearch
 from keras_vit22b.training.recipe import RECIPE_FILE
 from keras_vit22b.training.recipe import Recipe
 from keras_vit22b.training.training_log import TrainingLog
@@ -18,6 +25,7 @@ from keras_vit22b.training.workers import Workers
 
 # A backward pass does twice what a forward pass does.
 PASSES = 3
+DATA_FILE = "data.json"
 
 
 def train(
@@ -36,11 +44,12 @@ def train(
 ):
     """Train a classifier, or go on where a run in `folder` was.
 
-    The folder gets `recipe.json`; `log.jsonl`, of `TrainingLog`; and
-    `checkpoints/`, every `every` steps. A run that is killed at any moment and
-    called again with the same arguments ends with the same weights, bit by bit
-    on the same mesh. Works on one device, under `keras.distribution` with any
-    number of processes, and under `tf.distribute`. With `accumulation_steps`, a
+    The folder gets `recipe.json`; `data.json`, by which to tell other data;
+    `log.jsonl`, of `TrainingLog`; and `checkpoints/`, every `every` steps. A
+    run that is killed at any moment and called again with the same arguments
+    ends with the same weights, bit by bit on the same mesh. Works on one
+    device, under `keras.distribution` with any number of processes, and under
+    `tf.distribute`. With `accumulation_steps`, a
     step of log and checkpoints is one of the batches of which a step of the
     recipe consists.
 
@@ -67,18 +76,49 @@ def train(
     Raises:
         FloatingPointError: if the loss or a variable is not finite. It names
             the first such tensor; the last good checkpoint is kept.
-        ValueError: if the folder holds a run of another recipe or model, or
-            the batch does not divide over processes.
+        ValueError: if the folder holds a run of another recipe, model or
+            data, or one that still goes on, or the batch does not divide over
+            processes.
     """
     if every < 1:
         raise ValueError(f"every must be at least 1. Received: {every}.")
     folder = pathlib.Path(folder).expanduser()
     workers = Workers(model)
     workers.check_recipe(recipe)
-    _check_recipe(recipe, folder)
     if workers.first:
         folder.mkdir(parents=True, exist_ok=True)
-        recipe.save(folder)
+    with _only_run(folder) if workers.first else contextlib.nullcontext():
+        return _train(
+            model,
+            recipe,
+            data,
+            folder,
+            workers,
+            validation=validation,
+            every=every,
+            keep=keep,
+            log_every=log_every,
+            peak_flops=peak_flops,
+            callbacks=callbacks,
+            start=start,
+        )
+
+
+def _train(
+    model,
+    recipe,
+    data,
+    folder,
+    workers,
+    *,
+    validation,
+    every,
+    keep,
+    log_every,
+    peak_flops,
+    callbacks,
+    start,
+):
     # With accumulation, steps are those of batches from here on.
     batch_size = recipe.batch_size // recipe.accumulation_steps
     total = recipe.total_steps * recipe.accumulation_steps
@@ -92,19 +132,30 @@ def train(
     )
     strategy = workers.strategy
     with strategy.scope() if strategy else contextlib.nullcontext():
-        recipe.compile(model)
+        recipe.compile(model, sparse=data.labels.ndim == 1)
         checkpoints = Checkpoints(
             folder / "checkpoints",
             keep=keep,
             monitor=None if validation is None else "val_loss",
             writes=workers.writes_state,
         )
+        known = {
+            "data": data.describe(),
+            "validation": validation and validation.describe(),
+        }
+        if checkpoints.steps:
+            _check_same(recipe, known, folder)
         step = checkpoints.restore(model)
     if step is None:
         step = _first_step(model, start)
         checkpoints.save(model)
+    if workers.first:
+        recipe.save(folder)
+        _write_json(folder / DATA_FILE, known)
     left = total - step
     if left <= 0:
+        log.set_model(model)
+        log.on_train_begin()  # Reads what there is.
         model.optimizer.finalize_variable_values(model.trainable_variables)
         return log
     every = min(every, left)
@@ -137,16 +188,14 @@ def train(
                 **options,
             )
     except FloatingPointError as error:
-        raise FloatingPointError(
-            _diagnose(
-                model,
-                checkpoints,
-                lambda step: data.batches(
-                    batch_size, start=step, stop=step + 1, share=workers.share
-                ),
-                lambda step: load(step, step + 1),
-                total,
+
+        def read(step):
+            return data.batches(
+                batch_size, start=step, stop=step + 1, share=workers.share
             )
+
+        raise FloatingPointError(
+            _diagnose(model, checkpoints, read, lambda s: load(s, s + 1))
         ) from error
     finally:
         checkpoints.wait()
@@ -162,22 +211,47 @@ def _first_step(model, start):
     return step
 
 
-def _check_recipe(recipe, folder):
-    """Raise if the folder holds a run of another recipe."""
-    if not (folder / RECIPE_FILE).exists():
-        return
+def _check_same(recipe, known, folder):
+    """Raise if the folder holds a run of another recipe or other data."""
     ours = dataclasses.asdict(recipe)
-    theirs = dataclasses.asdict(Recipe.load(folder))
+    theirs = {}
+    if (folder / RECIPE_FILE).exists():
+        theirs |= dataclasses.asdict(Recipe.load(folder))
+    if (folder / DATA_FILE).exists():
+        theirs |= json.loads((folder / DATA_FILE).read_text())
     differ = [
         f"{name}={theirs[name]!r}, not {value!r}"
-        for name, value in ours.items()
-        if theirs[name] != value
+        for name, value in {**ours, **known}.items()
+        if name in theirs and theirs[name] != value
     ]
     if differ:
         raise ValueError(
-            f"{folder} holds a run with {', '.join(differ)}. Take that recipe "
-            "to go on, or another folder."
+            f"{folder} holds a run with {', '.join(differ)}. Take the same "
+            "recipe, data and seed to go on, or another folder."
         )
+
+
+def _write_json(path, content):
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content) + "\n")
+    partial.replace(path)
+
+
+@contextlib.contextmanager
+def _only_run(folder):
+    """Keep a second run out of a folder, where the system can."""
+    if fcntl is None:
+        yield
+        return
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"Another run is writing into {folder}. Wait for its end, or "
+                "take another folder."
+            ) from None
+        yield
 
 
 @contextlib.contextmanager
@@ -218,7 +292,7 @@ class _Stop(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def _diagnose(model, checkpoints, read, load, total):
+def _diagnose(model, checkpoints, read, load):
     """Train again from the last good checkpoint, looking at each step.
 
     Args:
@@ -226,17 +300,22 @@ def _diagnose(model, checkpoints, read, load, total):
         checkpoints: `Checkpoints`.
         read: a function from a step to its batch, as the only element.
         load: a function from a step to what `fit` takes.
-        total: int. Steps.
 
     Returns:
         A string. What went wrong.
     """
+    failed = steps_taken(model.optimizer)
     start = checkpoints.restore(model)
+    if start is None:
+        return (
+            f"A value was not finite at step {failed}; no checkpoint is good."
+        )
     kept = f"The last good checkpoint is {checkpoints.folder / str(start)}."
+    search = NonFiniteSearch(model)
     model.optimizer.use_ema = False  # Else `fit` would end with the average.
     one = {"steps_per_epoch": 1, "shuffle": False, "verbose": 0}
-    for step in range(start, total):
-        name = first_non_finite(model, *next(iter(read(step))))
+    for step in range(start, failed + 1):
+        name = search(*next(iter(read(step))))
         if name is not None:
             return f"Step {step + 1}: {name} is the first not finite. {kept}"
         with _without_preprocessor(model):

@@ -129,3 +129,28 @@ def test_an_unknown_field_is_an_error(tmp_path):
     path.write_text(json.dumps({**values, "warm_up": 3}))
     with pytest.raises(ValueError, match="warm_up"):
         Recipe.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("flip", "False"),
+        ("clip_norm", "a"),
+        ("clip_norm", 0),
+        ("ema_momentum", 2),
+        ("crop_area", [0.3]),
+        ("crop_area", "None"),
+        ("weight_decay", 0.1),
+        ("learning_rate", "x"),
+        ("warmup_steps", -1),
+        ("accumulation_steps", 3),
+    ],
+)
+def test_a_value_that_is_none_is_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        RECIPES["proxy"].replace(**{name: value})
+
+
+def test_a_list_is_as_good_as_a_pair():
+    recipe = RECIPES["proxy"].replace(crop_area=[0.5, 1.0])
+    assert recipe == RECIPES["proxy"].replace(crop_area=(0.5, 1.0))

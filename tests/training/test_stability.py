@@ -8,8 +8,11 @@ import pytest
 
 from keras_vit22b import cli
 from keras_vit22b.training import stability
+from keras_vit22b.training import stability_bench
+from keras_vit22b.training.stability_bench import Bench
+from keras_vit22b.training.stability_bench import StabilityProtocol
 
-TINY = stability.StabilityProtocol(
+TINY = StabilityProtocol(
     steps=4,
     batch_size=8,
     warmup_steps=1,
@@ -58,19 +61,44 @@ def test_a_grid_holds_every_variant_seed_by_seed():
     assert [s.seed for s in settings] == sorted(s.seed for s in settings)
 
 
-def test_settings_share_data_and_start(monkeypatch):
+def test_the_rate_warms_up_and_falls_to_zero():
+    protocol = StabilityProtocol(steps=8, warmup_steps=2)
+    rates = protocol.learning_rates(0.5)
+    assert rates[:3] == [0.25, 0.5, 0.5]
+    assert rates[5] == pytest.approx(0.25)
+    assert len(rates) == 8
+    assert 0 < rates[-1] < rates[-2] < rates[-3]
+
+
+def test_variants_share_data_and_weights(monkeypatch):
+    """All of a seed start alike, but for the norms' own weights."""
     seen = []
     monkeypatch.setattr(
         "keras_vit22b.models.ViT22BImageClassifier.fit",
-        lambda self, x, y, **_: seen.append((x, y)),
-    )
-    monkeypatch.setattr(
-        stability.AttentionMonitor, "records", [], raising=False
+        lambda self, x, y, **_: seen.append((x, y, self.get_weights())),
     )
     for norm in (None, "rms"):
-        stability.train(stability.Setting(norm), TINY)
-    np.testing.assert_array_equal(seen[0][0], seen[1][0])
-    np.testing.assert_array_equal(seen[0][1], seen[1][1])
+        Bench(norm, "parallel", TINY).train(0.1, 0)
+    (x, y, weights), (same_x, same_y, with_norms) = seen
+    np.testing.assert_array_equal(x, same_x)
+    np.testing.assert_array_equal(y, same_y)
+    matrices = [w for w in weights if w.ndim > 1]
+    for ours, theirs in zip(
+        matrices, (w for w in with_norms if w.ndim > 1), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_bench_forgets_its_earlier_runs():
+    bench = Bench("rms", "parallel", TINY)
+    first = bench.train(0.1, 0)
+    assert bench.train(0.3, 0)["losses"] != first["losses"]
+    assert bench.train(0.1, 1)["losses"] != first["losses"]
+    again = bench.train(0.1, 0)
+    for name in ("losses", "initial_loss", "final_loss"):
+        assert again[name] == pytest.approx(first[name], rel=1e-4)
+    # Looked at while the weights were changing.
+    assert len({w["largest_logit"] for w in again["watched"]}) == 3
 
 
 def test_runs_go_on_where_they_were_cut(tmp_path, monkeypatch):
@@ -88,15 +116,15 @@ def test_runs_go_on_where_they_were_cut(tmp_path, monkeypatch):
     path = tmp_path / "runs.jsonl"
     path.write_text(path.read_text()[:-20])
     trained = []
-    train = stability.train
+    train = Bench.train
 
-    def counted(setting, *arguments):
-        trained.append(setting)
-        return train(setting, *arguments)
+    def counted(bench, *arguments):
+        trained.append((bench.qk_norm, *arguments))
+        return train(bench, *arguments)
 
-    monkeypatch.setattr(stability, "train", counted)
+    monkeypatch.setattr(Bench, "train", counted)
     again = stability.Laboratory(TINY, tmp_path).run(settings)
-    assert trained == settings[-1:]
+    assert trained == [("rms", 1e-1, 0)]
     for run, same in zip(again, runs):
         assert run["losses"] == pytest.approx(same["losses"], rel=1e-4)
     result = laboratory.report(again)
@@ -110,8 +138,8 @@ def test_runs_go_on_where_they_were_cut(tmp_path, monkeypatch):
 def test_a_folder_of_another_protocol_is_refused(tmp_path):
     stability.Laboratory(TINY, tmp_path)
     stability.Laboratory(TINY, tmp_path)
-    with pytest.raises(ValueError, match="runs with steps 4, not 200"):
-        stability.Laboratory(stability.StabilityProtocol(), tmp_path)
+    with pytest.raises(ValueError, match="runs with steps 4, not 120"):
+        stability.Laboratory(StabilityProtocol(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -123,12 +151,12 @@ def test_a_folder_of_another_protocol_is_refused(tmp_path):
 )
 def test_wrong_protocols_are_errors(wrong, message):
     with pytest.raises(ValueError, match=message):
-        stability.StabilityProtocol(**wrong)
+        StabilityProtocol(**wrong)
 
 
 def test_the_command_prints_and_writes(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
-        stability, "StabilityProtocol", lambda dataset, steps: TINY
+        stability_bench, "StabilityProtocol", lambda dataset, steps: TINY
     )
     command = f"keras-vit22b stability --output {tmp_path}"
     for extra in ("", " --json"):
@@ -138,6 +166,6 @@ def test_the_command_prints_and_writes(monkeypatch, capsys, tmp_path):
         assert exit.value.code == 0
         output = capsys.readouterr().out
         if extra:
-            assert len(json.loads(output)["runs"]) == 2
+            assert len(json.loads(output)["runs"]) == 6
         else:
-            assert "1/2  parallel, no QK norm, rate 0.03, seed 0" in output
+            assert "3/6  parallel, no QK norm, rate 0.05, seed 0" in output

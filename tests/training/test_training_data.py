@@ -111,6 +111,10 @@ def test_what_does_not_fit_is_an_error(make):
         make(labels=np.arange(3))
     with pytest.raises(ValueError, match="shape \\(20, 1, 1\\)"):
         make(labels=np.zeros((20, 1, 1)))
+    with pytest.raises(ValueError, match="shape \\(20, 1\\)"):
+        make(labels=np.zeros((20, 1)))
+    with pytest.raises(ValueError, match="0 or 1"):
+        make(labels=np.full((20, 2), 3))
     with pytest.raises(ValueError, match="does not divide into 3 shares"):
         make().batches(8, start=0, stop=1, share=(0, 3))
     with pytest.raises(ValueError, match="do not fill a batch of 32"):

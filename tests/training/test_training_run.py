@@ -12,7 +12,7 @@ from keras_vit22b.training import RECIPES
 from keras_vit22b.training import Recipe
 from keras_vit22b.training import TrainingData
 from keras_vit22b.training import train
-from keras_vit22b.training.non_finite import first_non_finite
+from keras_vit22b.training.non_finite import NonFiniteSearch
 
 RECIPE = RECIPES["proxy"].replace(
     total_steps=7, batch_size=8, warmup_steps=2, cooldown_steps=2
@@ -97,7 +97,8 @@ def test_a_run_goes_on_as_if_nothing_had_happened(
     held = [r["step"] for r in read(tmp_path / "whole") if "val_loss" in r]
     assert held == [3, 6, 7]
     # A run that is done gives the average again.
-    for ours, theirs in zip(run("broken"), whole, strict=True):
+    again = run("broken", validation=make_data(11))
+    for ours, theirs in zip(again, whole, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -131,7 +132,8 @@ def test_the_log_has_speed_and_mfu(make_model, make_data, tmp_path):
         log_every=2,
         peak_flops=1e12,
     )
-    assert [r["step"] for r in log.records] == [2, 4, 6]
+    # Also at the end of each epoch, as of the last.
+    assert [r["step"] for r in log.records] == [2, 4, 6, 7]
     assert "seconds_per_step" not in log.records[0]
     for record in log.records[1:]:
         rate = 8 / record["seconds_per_step"]
@@ -139,7 +141,7 @@ def test_the_log_has_speed_and_mfu(make_model, make_data, tmp_path):
         assert 0 < record["mfu"] < 1
     rates = [r["learning_rate"] for r in log.records]
     schedule = RECIPE.make_schedule()
-    assert rates == pytest.approx([float(schedule(s)) for s in (2, 4, 6)])
+    assert rates == pytest.approx([float(schedule(s)) for s in (2, 4, 6, 7)])
 
 
 def test_another_recipe_is_refused(make_model, make_data, tmp_path):
@@ -147,6 +149,39 @@ def test_another_recipe_is_refused(make_model, make_data, tmp_path):
     assert Recipe.load(tmp_path).total_steps == 4
     with pytest.raises(ValueError, match="total_steps=4, not 7"):
         train(make_model(), RECIPE, make_data(), tmp_path)
+
+
+def test_other_data_are_refused(make_model, make_data, tmp_path):
+    recipe = RECIPE.replace(total_steps=4)
+    train(make_model(), recipe, make_data(), tmp_path)
+    with pytest.raises(ValueError, match="data=.*'images': 20"):
+        train(make_model(), recipe, make_data(21), tmp_path)
+
+
+def test_a_second_run_in_a_folder_is_refused(make_model, make_data, tmp_path):
+    class Second(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            with pytest.raises(ValueError, match="Another run is writing"):
+                train(make_model(), RECIPE, make_data(), tmp_path)
+            self.model.stop_training = True
+
+    train(make_model(), RECIPE, make_data(), tmp_path, callbacks=[Second()])
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "softmax"])
+def test_one_hot_labels_train_as_integers_do(
+    make_model, make_data, arrays, tmp_path, loss
+):
+    results = []
+    for name in ("integers", "one_hot"):
+        model, data = make_model(), make_data()
+        if name == "one_hot":
+            data.labels = np.eye(5, dtype="float32")[data.labels]
+        recipe = RECIPE.replace(total_steps=4, loss=loss)
+        train(model, recipe, data, tmp_path / name)
+        results.append(arrays(model))
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
 def test_a_run_cools_down_from_anothers_checkpoint(
@@ -215,11 +250,11 @@ def test_the_first_tensor_is_named(make_model, make_data, path, value, named):
     weight = next(w for w in model.weights if w.path.startswith(path))
     weight.assign(np.full(weight.shape, value))
     images, labels = next(iter(make_data().batches(8, start=0, stop=1)))
-    assert first_non_finite(model, images, labels).startswith(named)
+    assert NonFiniteSearch(model)(images, labels).startswith(named)
 
 
 def test_what_is_finite_has_no_first_tensor(make_model, make_data):
     model = make_model()
     RECIPE.compile(model)
     batch = next(iter(make_data().batches(8, start=0, stop=1)))
-    assert first_non_finite(model, *batch) is None
+    assert NonFiniteSearch(model)(*batch) is None
