@@ -86,10 +86,6 @@ def test_the_last_and_the_best_are_kept(make_model, images, tmp_path):
     assert checkpoints.steps == [1, 3, 4]
 
 
-def break_file(path):
-    path.write_bytes(b"")
-
-
 def cut_file(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -101,7 +97,7 @@ def flip_bit(path):
 
 
 @pytest.mark.any_backend
-@pytest.mark.parametrize("damage", [break_file, cut_file, flip_bit])
+@pytest.mark.parametrize("damage", [cut_file, flip_bit])
 def test_a_damaged_checkpoint_is_passed_over(
     make_model, images, tmp_path, damage
 ):
