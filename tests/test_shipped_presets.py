@@ -66,6 +66,8 @@ def test_its_own_head_knows_fashion():
         )
     _, (images, labels) = keras.datasets.fashion_mnist.load_data()
     classifier = ViT22BImageClassifier.from_preset(DEFAULT_PRESET)
+    if keras.config.backend() != "jax":  # Slower without XLA.
+        images, labels = images[:2000], labels[:2000]
     scores = classifier.predict(images[..., None], batch_size=500, verbose=0)
     assert classifier.class_names[0] == "T-shirt or top"
     assert (scores[:, :10].argmax(-1) == labels).mean() >= 0.90

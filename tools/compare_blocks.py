@@ -14,8 +14,8 @@ kinds of block and in processes of its own:
   for a TPU slice: transfers, and the time predicted;
 - proxies: loss on held-out digits after training alike, over seeds.
 
-On two cores that other work shared (load 3 to 7), it took 41 minutes: counts 1,
-steps 11, transfers 15, proxies 13. transfers needs libtpu.
+On two cores it took 13 minutes: counts and steps, when these were quiet, 3,
+transfers 7, proxies 3. transfers needs libtpu.
 """
 
 import argparse

@@ -8,6 +8,8 @@ import keras
 import numpy as np
 
 DATASETS = ("digits", "fashion_mnist")
+# On CPUs Keras leaves out XLA, with which TensorFlow's steps are twice as fast.
+JIT_COMPILE = True if keras.backend.backend() == "tensorflow" else "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Bench:
         self.model.compile(
             keras.optimizers.Adam(beta_2=0.95, global_clipnorm=1.0),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            jit_compile=JIT_COMPILE,
         )
         self.model.optimizer.build(self.model.trainable_variables)
         self._unstepped = [

@@ -195,6 +195,8 @@ print(json.dumps(results))
 """
 
 MESHES = [(1, 8), (2, 4), (4, 2), (8, 1)]
+# Compiles sooner: no second block, and no rings in the pooling.
+ONE_BLOCK = {"num_layers": 1, "pooling": "mean"}
 
 
 @pytest.fixture
@@ -236,15 +238,13 @@ def test_losses_and_gradients_are_those_of_one_device(
     optimizers that normalize it make steps of its rounding.
     """
     mesh = {"batch": batch, "model": model, "overlap": "ring"}
-    # One block and no rings in the pooling compile sooner.
-    one_block = {"backbone": {"num_layers": 1, "pooling": "mean"}}
     losses = assert_fit_equals(
         *(
             {**mesh, **case, "fsdp": fsdp}
             for case in (
                 {"optimizer": "SGD"},
-                {"optimizer": "AdamW", **one_block},
-                {"optimizer": "Adafactor", **one_block},
+                {"optimizer": "AdamW", "backbone": ONE_BLOCK},
+                {"optimizer": "Adafactor", "backbone": ONE_BLOCK},
             )
             for fsdp in (False, True)
         )
@@ -256,7 +256,7 @@ def test_losses_and_gradients_are_those_of_one_device(
 
 
 def test_training_does_not_depend_on_how_matmuls_run(assert_fit_equals):
-    mesh = {"batch": 2, "model": 4, "fsdp": True}
+    mesh = {"batch": 2, "model": 4, "fsdp": True, "backbone": ONE_BLOCK}
     # "ring" is in the test above.
     assert_fit_equals(*({**mesh, "overlap": o} for o in ("xla", "off", "auto")))
 
@@ -267,14 +267,23 @@ def test_training_does_not_depend_on_how_matmuls_run(assert_fit_equals):
         [
             {"backbone": {"remat": True}},
             # Odd numbers of tokens, and one head a device.
-            {"backbone": {"pooling": "cls", "num_heads": 4}},
-            {"backbone": {"num_registers": 3, "layer_scale": 0.1}},
+            {"backbone": {**ONE_BLOCK, "pooling": "cls", "num_heads": 4}},
+            {"backbone": {**ONE_BLOCK, "num_registers": 3, "layer_scale": 0.1}},
         ],
         [
-            {"backbone": {"block": "sequential", "use_qkv_bias": True}},
-            {"compile": {"steps_per_execution": 3}},
-            {"config": {"gradient_accumulation_steps": 2}},
-            {"lora": True},
+            {
+                "backbone": {
+                    **ONE_BLOCK,
+                    "block": "sequential",
+                    "use_qkv_bias": True,
+                }
+            },
+            {"backbone": ONE_BLOCK, "compile": {"steps_per_execution": 3}},
+            {
+                "backbone": ONE_BLOCK,
+                "config": {"gradient_accumulation_steps": 2},
+            },
+            {"lora": True, "backbone": ONE_BLOCK},
         ],
     ],
     ids=["models", "training"],
@@ -286,7 +295,7 @@ def test_every_way_to_train_gives_the_same(assert_fit_equals, ways):
 
 def test_half_precision_differs_by_its_rounding_alone(assert_fit_equals):
     mesh = {"batch": 2, "model": 4, "fsdp": True, "overlap": "ring"}
-    half = {"dtype": "mixed_bfloat16", "remat": True}
+    half = {**ONE_BLOCK, "dtype": "mixed_bfloat16", "remat": True}
     assert_fit_equals({**mesh, "backbone": half}, tolerance=0.05)
 
 
@@ -294,8 +303,9 @@ def test_outputs_are_those_of_one_device(run):
     mesh = {"batch": 2, "model": 4, "run": "outputs"}
     results = run(
         mesh,
-        {**mesh, "batch": 4, "model": 2},  # Eight heads, eight images.
-        {**mesh, "quantize": "int8"},
+        # Eight heads, eight images.
+        {**mesh, "batch": 4, "model": 2, "backbone": ONE_BLOCK},
+        {**mesh, "quantize": "int8", "backbone": ONE_BLOCK},
     )
     assert_equal(results)
 

@@ -94,7 +94,13 @@ def folder(tmp_path_factory):
     """Where the start of all training lies, and what is trained from it."""
     folder = tmp_path_factory.mktemp("two processes")
     backbone = ViT22BBackbone(
-        (8, 8, 3), 4, num_layers=1, num_heads=8, hidden_dim=16, mlp_dim=32
+        (8, 8, 3),
+        4,
+        num_layers=1,
+        num_heads=8,
+        hidden_dim=16,
+        mlp_dim=32,
+        pooling="mean",
     )
     model = ViT22BImageClassifier(backbone, 5)
     model.head.kernel.assign(keras.random.normal(model.head.kernel.shape))

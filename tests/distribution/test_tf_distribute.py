@@ -42,7 +42,7 @@ x = generator.normal(size=(24, 8, 8, 1)).astype("float32")
 y = generator.integers(0, 3, 24)
 with strategy.scope():
     backbone = keras_vit22b.ViT22BBackbone(
-        (8, 8, 1), 4, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32
+        (8, 8, 1), 4, num_layers=1, num_heads=2, hidden_dim=16, mlp_dim=32
     )
     model = keras_vit22b.ViT22BImageClassifier(backbone, 3)
     generator = np.random.default_rng(1)

@@ -24,6 +24,12 @@ TINY = StabilityProtocol(
 )
 
 
+@pytest.fixture
+def without_xla(monkeypatch):
+    """A few steps on TensorFlow take less time than compiling them."""
+    monkeypatch.setattr(stability_bench, "JIT_COMPILE", "auto")
+
+
 def run_of(rate, final, *, seed=0, norm="rms", initial=2.0):
     return {
         "qk_norm": norm,
@@ -101,6 +107,7 @@ def test_a_bench_forgets_its_earlier_runs():
     assert len({w["largest_logit"] for w in again["watched"]}) == 3
 
 
+@pytest.mark.usefixtures("without_xla")
 def test_runs_go_on_where_they_were_cut(tmp_path, monkeypatch):
     settings = stability.grid(
         learning_rates=(1e-3, 1e-1),
@@ -154,6 +161,7 @@ def test_wrong_protocols_are_errors(wrong, message):
         StabilityProtocol(**wrong)
 
 
+@pytest.mark.usefixtures("without_xla")
 def test_the_command_prints_and_writes(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
         stability_bench, "StabilityProtocol", lambda dataset, steps: TINY

@@ -23,7 +23,8 @@ RECIPE = RECIPES["proxy"].replace(
 def make_model(make_backbone):
     def make(seed=0, **options):
         keras.utils.set_random_seed(seed)
-        backbone = make_backbone((8, 8, 1), **options)
+        small = {"num_layers": 1, "pooling": "mean"}
+        backbone = make_backbone((8, 8, 1), **small | options)
         converter = ViT22BImageConverter((8, 8), channels=1)
         return ViT22BImageClassifier(
             backbone,
@@ -245,7 +246,7 @@ def test_a_loss_that_is_not_finite_names_the_first_tensor(
     ],
 )
 def test_the_first_tensor_is_named(make_model, make_data, path, value, named):
-    model = make_model()
+    model = make_model(num_layers=2)
     RECIPE.compile(model)
     weight = next(w for w in model.weights if w.path.startswith(path))
     weight.assign(np.full(weight.shape, value))

@@ -93,6 +93,7 @@ def test_every_way_to_name_a_revision(server, client, presets):
 
 
 @BOTH
+@pytest.mark.any_backend
 def test_a_pinned_commit_needs_no_request_after_one_load(
     server, client, preset, xet
 ):
@@ -503,6 +504,7 @@ def test_headers_are_looked_at_and_only_what_is_needed_is_fetched(
     assert {name for name, bytes_ in loaded - looked} == others
 
 
+@pytest.mark.any_backend
 def test_a_text_too_large_is_refused_before_it_is_fetched(
     server, client, preset
 ):

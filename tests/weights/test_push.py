@@ -189,6 +189,7 @@ IN_XET = [name for name in PASSING if "blob" not in name and "bat" not in name]
 IN_LFS = [name for name in PASSING if "Xet" not in name]
 
 
+@pytest.mark.any_backend
 @pytest.mark.parametrize(
     "xet, names", [(False, IN_LFS), (True, IN_XET)], ids=["lfs", "xet"]
 )
@@ -230,6 +231,7 @@ def test_a_push_outlasts_each_fault_that_passes(
         assert sum(row["waits"]) <= 30, (name, row)
 
 
+@pytest.mark.any_backend
 def test_a_fault_that_does_not_pass_ends_the_push(server, client, preset):
     paths = ["repos/create", "/preupload/", PUT, "/commit/"]
     server.store.create("org/m")
@@ -255,6 +257,7 @@ def test_a_fault_that_does_not_pass_ends_the_push(server, client, preset):
     assert server.store.head("org/m") == first
 
 
+@pytest.mark.any_backend
 def test_a_lost_pull_request_is_not_opened_twice(server, client, preset):
     server.store.create("org/m")
     server.faults.append(Fault("/commit/.*create_pr=1", kind="reset", keep=0))
@@ -265,6 +268,7 @@ def test_a_lost_pull_request_is_not_opened_twice(server, client, preset):
     assert len(server.store.repos["org/m"]["discussions"]) == 1
 
 
+@pytest.mark.any_backend
 def test_pushing_again_sends_only_what_is_missing(server, client, preset):
     """After a push that ended at its second blob."""
     server.faults.append(Fault(PUT, "PUT", times=None, skip=1, status=403))
@@ -285,6 +289,7 @@ def test_pushing_again_sends_only_what_is_missing(server, client, preset):
     assert second == f"hf://org/m@{server.store.head('org/m')}"
 
 
+@pytest.mark.any_backend
 def test_hundreds_of_files_come_in_one_commit(server, client, tmp_path):
     """So shards, index and card are there together, or none is."""
     code = """
@@ -304,6 +309,7 @@ def test_hundreds_of_files_come_in_one_commit(server, client, tmp_path):
 # === The card ===
 
 
+@pytest.mark.any_backend
 def test_a_pushed_card_names_its_repository(server, client, tmp_path):
     """Its code works, and so does pushing it on from there."""
     code = """
@@ -363,6 +369,7 @@ def test_a_pushed_card_names_its_repository(server, client, tmp_path):
     assert 'from_preset("hf://org/one@dev")' in branch
 
 
+@pytest.mark.any_backend
 def test_a_card_that_was_edited_is_pushed_as_it_is(server, client, preset):
     code = """
         push_to_hub(folder, "org/m")
