@@ -218,7 +218,8 @@ def convert_images(images, converter, image_shape):
             channels)`, of any sizes.
         converter: a `ViT22BImageConverter`, or `None` for images that are
             converted already.
-        image_shape: `(height, width, channels)`. What the model takes.
+        image_shape: `(height, width, channels)`. What the model takes, or
+            `None` for any.
 
     Returns:
         A float32 array `(n, height, width, channels)`.
@@ -256,7 +257,7 @@ def convert_images(images, converter, image_shape):
             )
     else:
         inputs = np.stack(images).astype("float32")
-    if inputs.shape[1:] != tuple(image_shape):
+    if image_shape is not None and inputs.shape[1:] != tuple(image_shape):
         raise ValueError(
             f"The model takes images of shape {tuple(image_shape)}. Received "
             f"{inputs.shape[1:]}; an image_converter would resize them."

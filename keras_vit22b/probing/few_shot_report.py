@@ -10,6 +10,7 @@ import numpy as np
 from keras_vit22b import __version__
 from keras_vit22b.models import ViT22BBackbone
 from keras_vit22b.models.image_folder import ImageFolder
+from keras_vit22b.probing.extractor import describe_converter
 from keras_vit22b.probing.features import extract_features
 from keras_vit22b.probing.few_shot import plot_few_shot
 from keras_vit22b.weights.preset_config import write_json
@@ -83,7 +84,7 @@ def run_few_shot(
             "pixels": pixels.shape[1],
         },
         "features": {"dimension": features.shape[1], "of": "pooled_output"},
-        "preprocessing": _preprocessing(backbone.image_converter),
+        "preprocessing": describe_converter(backbone.image_converter),
         "protocol": dataclasses.asdict(protocol),
         "accuracy": {
             name: {str(k): _summary(v) for k, v in scores.items()}
@@ -185,12 +186,6 @@ def _folder_pixels(folder, backbone, skip_unreadable):
         converted = converter(image[None])
         rows.append(keras.ops.convert_to_numpy(converted).reshape(-1))
     return np.stack(rows)
-
-
-def _preprocessing(converter):
-    config = converter.get_config()
-    keys = ("name", "trainable", "dtype", "bounding_box_format")
-    return {k: v for k, v in config.items() if k not in keys}
 
 
 def _summary(values):

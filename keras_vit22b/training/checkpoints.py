@@ -8,8 +8,8 @@ import warnings
 import keras
 import numpy as np
 
-from keras_vit22b.training.state_check import check_state
 from keras_vit22b.weights.shards import is_first_process
+from keras_vit22b.weights.state_check import check_state
 
 logger = logging.getLogger(__name__)
 

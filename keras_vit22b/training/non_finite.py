@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_vit22b.training.state_check import check_state
+from keras_vit22b.weights.state_check import check_state
 
 
 class NonFiniteSearch:

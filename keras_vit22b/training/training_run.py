@@ -9,11 +9,6 @@ import warnings
 
 import keras
 
-try:
-    import fcntl
-except ImportError:  # Windows.
-    fcntl = None
-
 from keras_vit22b.models.size import describe_size
 from keras_vit22b.training.checkpoints import Checkpoints
 from keras_vit22b.training.checkpoints import steps_taken
@@ -22,6 +17,7 @@ from keras_vit22b.training.recipe import RECIPE_FILE
 from keras_vit22b.training.recipe import Recipe
 from keras_vit22b.training.training_log import TrainingLog
 from keras_vit22b.training.workers import Workers
+from keras_vit22b.weights.preset_folder import only_writer
 
 # A backward pass does twice what a forward pass does.
 PASSES = 3
@@ -87,7 +83,7 @@ def train(
     workers.check_recipe(recipe)
     if workers.first:
         folder.mkdir(parents=True, exist_ok=True)
-    with _only_run(folder) if workers.first else contextlib.nullcontext():
+    with only_writer(folder) if workers.first else contextlib.nullcontext():
         return _train(
             model,
             recipe,
@@ -235,23 +231,6 @@ def _write_json(path, content):
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content) + "\n")
     partial.replace(path)
-
-
-@contextlib.contextmanager
-def _only_run(folder):
-    """Keep a second run out of a folder, where the system can."""
-    if fcntl is None:
-        yield
-        return
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"Another run is writing into {folder}. Wait for its end, or "
-                "take another folder."
-            ) from None
-        yield
 
 
 @contextlib.contextmanager

@@ -21,6 +21,11 @@ import stat
 import sys
 import threading
 
+try:
+    import fcntl
+except ImportError:  # Windows.
+    fcntl = None
+
 SUFFIX = ".saving"
 MOST_FAULTS = 50
 # The names that a save makes: an old preset's are not kept.
@@ -352,3 +357,24 @@ def _exchange(new, old):
     if failed:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(old))
+
+
+@contextlib.contextmanager
+def only_writer(folder):
+    """Keep another process from writing to a folder, where the system can.
+
+    Raises:
+        ValueError: if one does.
+    """
+    if fcntl is None:
+        yield
+        return
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"Another run is writing into {folder}. Wait for its end, or "
+                "take another folder."
+            ) from None
+        yield

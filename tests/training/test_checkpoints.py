@@ -9,7 +9,7 @@ import pytest
 from keras_vit22b import ViT22BImageClassifier
 from keras_vit22b.training import RECIPES
 from keras_vit22b.training import Checkpoints
-from keras_vit22b.training.state_check import check_state
+from keras_vit22b.weights.state_check import check_state
 
 RECIPE = RECIPES["proxy"].replace(
     optimizer="adafactor", ema_momentum=0.9, warmup_steps=2, learning_rate=0.01
