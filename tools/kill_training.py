@@ -164,9 +164,11 @@ def compare(kind, kills, folder, seed=0, steps=40):
     whole, broken = folder / "whole", folder / "broken"
     finish(start(kind, preset, whole, steps))
     last = lines(whole)
-    moments = sorted(generator.randrange(1, last - 5) for _ in range(kills))
+    moments = sorted(generator.sample(range(1, last - 5), kills))
     killed_after = []
     for moment in moments:
+        # Later than what the log holds, so that it is training that is killed.
+        moment = max(moment, lines(broken) + 1)
         processes = start(kind, preset, broken, steps)
         if kill_at(processes, broken, moment, generator.random() / 10):
             killed_after.append(lines(broken))

@@ -39,7 +39,7 @@ def main():
     runs = laboratory.run(settings, progress)
     result = laboratory.report(runs)
     stability_plots.plot_by_logit(
-        runs, laboratory.folder / "logit_and_loss.png"
+        runs, protocol, laboratory.folder / "logit_and_loss.png"
     )
     for variant, value in result["sensitivity"].items():
         print(f"{variant:<30}{value['mean']:.3f} ± {value['std']:.3f}")

@@ -1,7 +1,7 @@
 """Train a classifier, on one device or many; run it again to go on.
 
     python tools/train.py --data digits --output results/train
-    python tools/train.py --data photos/ --preset vit22b_patch14_224 \
+    python tools/train.py --data photos/ --preset vit22b_patch14_224 \\
         --recipe vit22b --batch 128 --model 8 --fsdp --output run
 
 Data: "digits" (scikit-learn's), "fashion_mnist", a folder with one sub-folder a
@@ -13,11 +13,15 @@ processes with --address, --processes and --process; with --data-parallel Keras'
 own data parallelism (JAX) or `tf.distribute` (TensorFlow: MirroredStrategy, or
 MultiWorkerMirroredStrategy where TF_CONFIG is set).
 
-The folder of --output gets recipe.json, log.jsonl, checkpoints/, attention.png
-and, at the end, preset/. A run that was killed goes on from its last
-checkpoint, also on another mesh. To cool a run down that has no end:
+Recipes are vit22b, fine_tune and proxy, of keras_vit22b.training.RECIPES; their
+fields are set as in --set total_steps=500 learning_rate=3e-3.
 
-    python tools/train.py --data digits --start results/train --cool-down 500 \
+The folder of --output gets recipe.json, log.jsonl, checkpoints/, with
+--monitor-every attention.jsonl and attention.png, and at the end preset/. A run
+that was killed goes on from its last checkpoint, also on another mesh. To cool
+a run down that has no end:
+
+    python tools/train.py --data digits --start results/train --cool-down 500 \\
         --output results/cooled
 """
 
@@ -29,6 +33,7 @@ import logging
 import os
 import pathlib
 import sys
+import zipfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -68,6 +73,10 @@ def parse_arguments(arguments=None):
     options = parser.parse_args(arguments)
     if (options.batch is None) != (options.model is None):
         parser.error("give both --batch and --model, or neither")
+    for name in ("batch", "model", "cool_down", "cpus"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if options.batch and options.data_parallel:
         parser.error("give a mesh or --data-parallel, but not both")
     if options.cool_down and not options.start:
@@ -157,13 +166,17 @@ def read_data(name):
         images = (digits.images[..., None] * (255 / 16)).astype("float32")
         return images, digits.target, None
     if name == "fashion_mnist":
-        import keras
+        from keras_vit22b.training.stability_bench import load_fashion_mnist
 
-        (images, labels), _ = keras.datasets.fashion_mnist.load_data()
+        images, labels = load_fashion_mnist()
         return images[..., None], labels, None
     path = pathlib.Path(name).expanduser()
     if path.suffix == ".npz":
-        with np.load(path) as arrays:
+        try:
+            opened = np.load(path)
+        except (ValueError, zipfile.BadZipFile):
+            raise ValueError(f"{path} is no .npz file of arrays.") from None
+        with opened as arrays:
             missing = {"images", "labels"} - set(arrays)
             if missing:
                 raise ValueError(
@@ -384,6 +397,7 @@ def run(options):
             training.AttentionMonitor(
                 probe,
                 every=options.monitor_every,
+                path=None if options.process else output / "attention.jsonl",
                 plot=None if options.process else output / "attention.png",
             )
         )
@@ -405,6 +419,9 @@ def run(options):
         model.save_to_preset(output / "preset")
     if workers.first:
         recipe.save(output / "preset")
+        logging.getLogger("keras_vit22b.training").info(
+            "wrote %s", output / "preset"
+        )
 
 
 if __name__ == "__main__":

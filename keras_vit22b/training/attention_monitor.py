@@ -11,6 +11,9 @@ import numpy as np
 
 from keras_vit22b.distribution.padding import row_multiple
 from keras_vit22b.training.checkpoints import steps_taken
+from keras_vit22b.training.training_log import append_record
+from keras_vit22b.training.training_log import check_every
+from keras_vit22b.training.training_log import kept_records
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +32,18 @@ class AttentionMonitor(keras.callbacks.Callback):
     `log T`) and `attention_logit` (the largest of any head).
 
     Args:
-        images: array `(n, height, width, channels)`, as the backbone takes
-            them. On a mesh `n` must divide over the devices.
+        images: float array `(n, height, width, channels)`, as the backbone
+            takes them: converted already. On a mesh `n` must divide over the
+            devices.
         every: int. Steps. Defaults to `100`.
         max_logit: float. From which to warn. Defaults to `100.0`, at which
             peers clip queries and keys (https://arxiv.org/abs/2507.20534).
         min_entropy: float. Mean entropy of a head, as a share of `log T`,
             under which to warn. Defaults to `0.05`.
         stop: bool. Whether a warning ends training. Defaults to `False`.
+        path: path of a file, which gets a line of JSON each time. A run that
+            goes on from a checkpoint first drops what lies after it. Defaults
+            to `None`.
         plot: path of a PNG, drawn after each epoch. Defaults to `None`.
         log_dir: path for TensorBoard's events; needs tensorboard and
             TensorFlow. Defaults to `None`.
@@ -47,13 +54,15 @@ class AttentionMonitor(keras.callbacks.Callback):
         warned: list of strings. The warnings so far.
 
     Raises:
-        ValueError: in `fit`, if the model has no `ViT22BBackbone`, or `images`
-            do not divide over the devices.
+        ValueError: if `images` are not converted; in `fit`, if the model has
+            no `ViT22BBackbone`, takes other images, or `images` do not divide
+            over the devices.
 
     Example:
     ```python
+    converter = classifier.backbone.image_converter
     monitor = keras_vit22b.training.AttentionMonitor(
-        images[:32], stop=True, plot="attention.png"
+        converter(images[:32]), stop=True, plot="attention.png"
     )
     classifier.fit(images, labels, callbacks=[monitor])
     ```
@@ -67,21 +76,35 @@ class AttentionMonitor(keras.callbacks.Callback):
         max_logit=100.0,
         min_entropy=0.05,
         stop=False,
+        path=None,
         plot=None,
         log_dir=None,
     ):
         super().__init__()
-        if every < 1:
-            raise ValueError(f"every must be at least 1. Received: {every}.")
+        check_every(every)
+        for name, value, high in (
+            ("max_logit", max_logit, math.inf),
+            ("min_entropy", min_entropy, 1),
+        ):
+            if not 0 <= value < high:
+                raise ValueError(
+                    f"{name} must be at least 0 and below {high}. Received: "
+                    f"{value!r}."
+                )
+        if plot is not None and pathlib.Path(plot).suffix != ".png":
+            raise ValueError(
+                f"plot must be the path of a PNG. Received: {str(plot)!r}."
+            )
         if log_dir is not None and not importlib.util.find_spec("tensorboard"):
             raise ImportError(
                 "log_dir writes events for TensorBoard: pip install tensorboard"
             )
-        self.images = np.asarray(images)
+        self.images = _check_images(images)
         self.every = every
         self.max_logit = max_logit
         self.min_entropy = min_entropy
         self.stop = stop
+        self.path = None if path is None else pathlib.Path(path)
         self.plot_path = plot
         self.log_dir = log_dir
         self.records, self.warned = [], []
@@ -95,22 +118,35 @@ class AttentionMonitor(keras.callbacks.Callback):
                 "AttentionMonitor needs a ViT22BBackbone or a model with one "
                 f"as `backbone`. Received: {type(self.model).__name__}."
             )
+        if self.images.shape[1:] != tuple(backbone.image_shape):
+            raise ValueError(
+                f"The backbone takes images {tuple(backbone.image_shape)}. "
+                f"Received: {self.images.shape[1:]}; its image_converter "
+                "resizes them."
+            )
         if len(self.images) % row_multiple():
             raise ValueError(
                 f"{len(self.images)} images do not divide over the "
                 f"{row_multiple()} devices that share a batch."
             )
+        self._advice = "" if backbone.qk_norm else "qk_norm='rms', "
         patches = math.prod(backbone.patch_embedding.grid_size)
         self.tokens = patches + backbone.num_prefix_tokens
+        self._crossed = set()
         if self._watched is not backbone:
-            self._watched = backbone
+            self._watched, self.records = backbone, []
             self._statistics = _compiled(backbone.attention_model())
         self._step = steps_taken(self.model.optimizer)
         if self.log_dir is not None:
             import tensorflow as tf
 
             self._writer = tf.summary.create_file_writer(str(self.log_dir))
-        if not self.records:
+        if self.path is not None:
+            self.records = [
+                {name: np.asarray(value) for name, value in record.items()}
+                for record in kept_records(self.path, self._step)
+            ]
+        if not self.records or self.records[-1]["step"] < self._step:
             self._record()
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -149,6 +185,11 @@ class AttentionMonitor(keras.callbacks.Callback):
             self._entropy_share().min(),
         )
         self._warn(record)
+        if self.path is not None:
+            append_record(
+                self.path,
+                {name: np.asarray(v).tolist() for name, v in record.items()},
+            )
         if self._writer is not None:
             self._write_events(record)
 
@@ -173,20 +214,22 @@ class AttentionMonitor(keras.callbacks.Callback):
                 f"of log T, under {self.min_entropy:g}",
             ),
         ):
-            if not bad.any() or name in self._crossed:
+            if not bad.any():
+                continue
+            if self.stop:
+                self.model.stop_training = True
+            if name in self._crossed:
                 continue
             self._crossed.add(name)
             block, head = np.argwhere(bad)[0]
             message = (
                 f"Attention of block {block}, head {head} is near collapse at "
                 f"step {self._step}: {name} {values[block, head]:.3g} {worst}. "
-                "qk_norm='rms', a lower learning rate or a longer warm-up "
+                f"{self._advice}a lower learning rate or a longer warm-up "
                 "prevent it."
             )
             self.warned.append(message)
             warnings.warn(message, stacklevel=2)
-            if self.stop:
-                self.model.stop_training = True
 
     def _write_events(self, record):
         import tensorflow as tf
@@ -239,6 +282,20 @@ class AttentionMonitor(keras.callbacks.Callback):
         path = pathlib.Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
+
+
+def _check_images(images):
+    """Return images as an array, if they are ones that a backbone takes."""
+    images = np.asarray(images)
+    if images.ndim != 4 or not images.size or images.dtype.kind != "f":
+        raise ValueError(
+            "images must be floats (n, height, width, channels), such as "
+            "image_converter(images) gives. Received: "
+            f"{images.dtype} {images.shape}."
+        )
+    if not np.isfinite(images).all():
+        raise ValueError("images hold NaN or infinite values.")
+    return images
 
 
 # Of a block's heads, the one to look at.

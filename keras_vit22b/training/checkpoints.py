@@ -1,5 +1,7 @@
 """The state of a training run, kept so that a killed run goes on."""
 
+import errno
+import itertools
 import logging
 import pathlib
 import re
@@ -91,9 +93,9 @@ class Checkpoints(keras.callbacks.Callback):
         if not np.isfinite(float((logs or {}).get("loss", 0.0))):
             bad.append("the loss")
         if bad:
+            others = f", nor are {len(bad) - 1} others" if bad[1:] else ""
             raise FloatingPointError(
-                f"At step {step} {bad[0]} is not finite, nor are "
-                f"{len(bad) - 1} others."
+                f"At step {step} {bad[0]} is not finite{others}."
             )
         if not self._writes or step in self._manager.all_steps():
             return
@@ -127,21 +129,30 @@ class Checkpoints(keras.callbacks.Callback):
 
         Returns:
             The step, or `None` if there is no checkpoint. Checkpoints that
-            cannot be read, or were changed since, are passed over with a
-            warning and renamed to `<step>.broken`.
+            are damaged are passed over with a warning and renamed to
+            `<step>.broken`.
 
         Raises:
-            ValueError: if the checkpoint is of another model or optimizer.
+            OSError: if a disk or network fails, and nothing is renamed.
+            ValueError: if the checkpoint is of another model or optimizer, or
+                all there are were damaged.
         """
         optimizer = model.optimizer
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
         variables = _variables(model)
-        for step in reversed(self.steps):
+        steps = self.steps
+        for step in reversed(steps):
             if self._read(step, variables):
                 logger.info("step %d: restored from %s", step, self.folder)
                 return step
             self._set_aside(step)
+        if steps:
+            raise ValueError(
+                f"All checkpoints in {self.folder} were damaged, of steps "
+                f"{', '.join(map(str, steps))}. They are kept as "
+                "<step>.broken; the same call now starts anew."
+            )
         return None
 
     def _set_aside(self, step):
@@ -149,9 +160,10 @@ class Checkpoints(keras.callbacks.Callback):
         if not self._writes:
             return
         if is_first_process():
-            path = self.folder / str(step)
-            number = len(list(self.folder.glob("*.broken*")))
-            path.rename(self.folder / f"{step}.broken{number or ''}")
+            names = (f"{step}.broken{n or ''}" for n in itertools.count())
+            paths = (self.folder / name for name in names)
+            free = next(path for path in paths if not path.exists())
+            (self.folder / str(step)).rename(free)
         _all_agree(True)  # Waits for the first.
         self._manager.reload()
 
@@ -178,9 +190,11 @@ class Checkpoints(keras.callbacks.Callback):
             changed = [n for n in records if records[n] != found[n]]
             if changed:
                 fault = f"{changed[0]} is not what was written"
-        except _OtherModel:
+        except (_OtherModel, MemoryError):
             raise
         except Exception as error:  # orbax raises many kinds.
+            if _is_of_system(error):
+                raise
             # Their messages may be long specifications.
             first = str(error).strip().partition("\n")[0]
             fault = f"{type(error).__name__}: {first[:200]}"
@@ -200,12 +214,27 @@ class _OtherModel(ValueError):
     pass
 
 
+def _is_of_system(error):
+    """Whether a read failed for a reason that may pass."""
+    return (
+        isinstance(error, OSError)
+        and error.errno is not None
+        and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+    )
+
+
+def unwrapped(optimizer):
+    """Return the optimizer within one that scales the loss, of float16."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def steps_taken(optimizer):
     """Return how many batches an optimizer was given.
 
     `iterations` leaves out those whose gradients are only accumulated so far.
     """
-    count = next(v for v in optimizer.variables if v.name == "iteration")
+    variables = unwrapped(optimizer).variables
+    count = next(v for v in variables if v.name == "iteration")
     return int(keras.ops.convert_to_numpy(count.value))
 
 
@@ -217,14 +246,24 @@ def _make_manager(folder, keep, monitor, writes):
         raise ImportError(
             "Checkpoints are written by orbax: pip install orbax-checkpoint"
         ) from None
-    policy = managers.LatestN(keep)
+    policy, tracking = managers.LatestN(keep), {}
     if monitor is not None:
+        # Without these, orbax writes no metrics, and forgets them with the
+        # process.
+        tracking = {
+            "best_fn": lambda metrics: metrics["value"],
+            "best_mode": "min",
+            "keep_checkpoints_without_metrics": True,
+        }
         best = managers.BestN(
             get_metric_fn=lambda metrics: metrics["value"], reverse=True, n=1
         )
         policy = managers.AnyPreservationPolicy([policy, best])
     options = ocp.CheckpointManagerOptions(
-        preservation_policy=policy, read_only=not writes, create=writes
+        preservation_policy=policy,
+        read_only=not writes,
+        create=writes,
+        **tracking,
     )
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
@@ -242,6 +281,9 @@ def _variables(model):
         for variable in variables:
             # Keras counts optimizers and seeds over all models of a process.
             path = variable.path.removeprefix(f"{model.optimizer.name}/")
+            inner = f"{unwrapped(model.optimizer).name}/"
+            if path.startswith(inner):  # Of one that scales the loss.
+                path = f"inner/{path.removeprefix(inner)}"
             if re.match(r"seed_generator(_\d+)?/", path):
                 path, seeds = f"seed_generator/{seeds}", seeds + 1
             name = f"{kind}.{path.replace('/', '.')}"

@@ -12,6 +12,7 @@ from keras_vit22b.training.losses import SigmoidCrossEntropy
 from keras_vit22b.training.optimizers import SGD
 from keras_vit22b.training.optimizers import AdamW
 from keras_vit22b.training.optimizers import ScalingAdafactor
+from keras_vit22b.training.schedule import OfBatches
 from keras_vit22b.training.schedule import ReciprocalSquareRoot
 from keras_vit22b.training.weight_decay import WeightDecay
 
@@ -85,30 +86,33 @@ class Recipe:
                 )
         for name in ("total_steps", "batch_size", "accumulation_steps"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(
                     f"{name} must be an integer of at least 1. Received: "
                     f"{value!r}."
                 )
-
         if self.batch_size % self.accumulation_steps:
             raise ValueError(
                 f"batch_size={self.batch_size} does not divide into "
                 f"accumulation_steps={self.accumulation_steps} batches."
             )
         for name, least in (
-            ("learning_rate", 0.0),
             ("warmup_steps", 0),
             ("cooldown_steps", 0),
             ("timescale", 1),
         ):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not value >= least:
+            if type(value) is not int or value < least:
                 raise ValueError(
-                    f"{name} must be a number of at least {least}. Received: "
+                    f"{name} must be an integer of at least {least}. Received: "
                     f"{value!r}."
                 )
-
+        cooldown = self.cooldown_steps * (self.schedule == "rsqrt")
+        if self.warmup_steps + cooldown > self.total_steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and cooldown_steps="
+                f"{cooldown} do not fit into total_steps={self.total_steps}."
+            )
         self._check_options()
 
     def _check_options(self):
@@ -126,6 +130,12 @@ class Recipe:
             object.__setattr__(self, "crop_area", area)
         momentum = self.ema_momentum
         for name, good, wanted in (
+            ("name", isinstance(self.name, str), "a string"),
+            (
+                "learning_rate",
+                self.learning_rate == 0 or number(self.learning_rate, 0, 1e9),
+                "a number of at least 0",
+            ),
             ("flip", isinstance(self.flip, bool), "true or false"),
             ("head_bias", number(self.head_bias, -1e9, 1e9), "a number"),
             (
@@ -167,24 +177,25 @@ class Recipe:
 
     def make_schedule(self):
         """Return the learning rate's schedule."""
-        # Keras gives schedules the number of batches, not of steps.
-        batches = self.accumulation_steps
-        warmup_steps = batches * self.warmup_steps
         if self.schedule == "rsqrt":
-            return ReciprocalSquareRoot(
+            schedule = ReciprocalSquareRoot(
                 self.learning_rate,
-                warmup_steps=warmup_steps,
-                timescale=batches * self.timescale,
-                total_steps=batches * self.total_steps,
-                cooldown_steps=batches * self.cooldown_steps,
+                warmup_steps=self.warmup_steps,
+                timescale=self.timescale,
+                total_steps=self.total_steps,
+                cooldown_steps=self.cooldown_steps,
             )
-        return keras.optimizers.schedules.CosineDecay(
-            0.0,
-            max(batches * self.total_steps - warmup_steps, 1),
-            alpha=0.0 if self.schedule == "cosine" else 1.0,
-            warmup_target=self.learning_rate,
-            warmup_steps=warmup_steps,
-        )
+        else:
+            schedule = keras.optimizers.schedules.CosineDecay(
+                0.0,
+                max(self.total_steps - self.warmup_steps, 1),
+                alpha=0.0 if self.schedule == "cosine" else 1.0,
+                warmup_target=self.learning_rate,
+                warmup_steps=self.warmup_steps,
+            )
+        if self.accumulation_steps > 1:
+            schedule = OfBatches(schedule, self.accumulation_steps)
+        return schedule
 
     def make_optimizer(self):
         """Return the optimizer, with schedule, decay and clipping."""
@@ -238,12 +249,18 @@ class Recipe:
             sparse: bool. Of `make_loss`. Defaults to `True`.
             **options: of `keras.Model.compile`, such as `metrics`.
         """
-        bias = classifier.head.bias
-        bias.assign(np.full(bias.shape, self.head_bias, "float32"))
+        activation = classifier.get_config().get("activation")
+        if activation not in (None, "linear"):
+            raise ValueError(
+                f"The loss {self.loss!r} takes logits. Received a classifier "
+                f"with activation={activation!r}; make it with None."
+            )
         options.setdefault("metrics", ["accuracy"])
         classifier.compile(
             self.make_optimizer(), self.make_loss(sparse), **options
         )
+        bias = classifier.head.bias
+        bias.assign(np.full(bias.shape, self.head_bias, "float32"))
 
     def save(self, folder):
         """Write `recipe.json` into a folder, such as a preset's."""
@@ -264,12 +281,16 @@ class Recipe:
         path = pathlib.Path(folder) / RECIPE_FILE
         try:
             values = json.loads(path.read_text())
-            decay = values.pop("weight_decay")
-            decay["others"] = tuple(map(tuple, decay["others"]))
-            if values.get("crop_area") is not None:
-                values["crop_area"] = tuple(values["crop_area"])
-            return cls(weight_decay=WeightDecay(**decay), **values)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            known = [field.name for field in dataclasses.fields(cls)]
+            wrong = sorted(values.keys() ^ known)
+            if wrong:
+                raise ValueError(
+                    f"expected the fields {', '.join(known)}; missing or "
+                    f"unknown are {', '.join(wrong)}"
+                )
+            decay = WeightDecay(**values.pop("weight_decay"))
+            return cls(weight_decay=decay, **values)
+        except (TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} holds no recipe: {error}") from error
 
     def __str__(self):

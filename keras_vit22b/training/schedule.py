@@ -113,3 +113,31 @@ class ReciprocalSquareRoot(keras.optimizers.schedules.LearningRateSchedule):
             "total_steps": self.total_steps,
             "cooldown_steps": self.cooldown_steps,
         }
+
+
+@keras.saving.register_keras_serializable(package="keras_vit22b")
+class OfBatches(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule of steps, for an optimizer that accumulates gradients.
+
+    Keras gives schedules the number of batches, not of steps.
+
+    Args:
+        schedule: a schedule of steps.
+        batches: int. That make a step.
+    """
+
+    def __init__(self, schedule, batches):
+        super().__init__()
+        self.schedule, self.batches = schedule, batches
+
+    def __call__(self, step):
+        return self.schedule(ops.cast(step, "int32") // self.batches)
+
+    def get_config(self):
+        schedule = keras.saving.serialize_keras_object(self.schedule)
+        return {"schedule": schedule, "batches": self.batches}
+
+    @classmethod
+    def from_config(cls, config):
+        schedule = keras.saving.deserialize_keras_object(config["schedule"])
+        return cls(schedule, config["batches"])

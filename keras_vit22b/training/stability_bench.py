@@ -59,6 +59,12 @@ class StabilityProtocol:
                     f"Received: {value!r}."
                 )
 
+        if self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"warmup_steps must be fewer than steps, {self.steps}. "
+                f"Received: {self.warmup_steps}."
+            )
+
     def learning_rates(self, peak):
         """Return the rate of each step, a list of float."""
         decay = max(self.steps - self.warmup_steps, 1)
@@ -69,6 +75,21 @@ class StabilityProtocol:
             / 2
             for step in range(self.steps)
         ]
+
+
+def load_fashion_mnist():
+    """Return the training images `(60000, 28, 28)`, of 0 to 255, and labels.
+
+    Raises:
+        OSError: if they are not in Keras' cache and cannot be loaded.
+    """
+    try:
+        return keras.datasets.fashion_mnist.load_data()[0]
+    except Exception as error:  # Keras raises a bare Exception.
+        raise OSError(
+            f"Fashion-MNIST could not be loaded: {error} "
+            "tools/fashion_mnist.sh fills Keras' cache from Debian's package."
+        ) from error
 
 
 def load_images(dataset):
@@ -84,14 +105,7 @@ def load_images(dataset):
         images, labels = digits.images / 8.0 - 1.0, digits.target
         patch = (1, 2)
     else:
-        try:
-            (images, labels), _ = keras.datasets.fashion_mnist.load_data()
-        except Exception as error:  # Keras raises a bare Exception.
-            raise OSError(
-                f"Fashion-MNIST could not be loaded: {error} "
-                "tools/fashion_mnist.sh fills Keras' cache from Debian's "
-                "package."
-            ) from error
+        images, labels = load_fashion_mnist()
         images, patch = images / 127.5 - 1.0, (4, 7)
     order = np.random.default_rng(0).permutation(len(images))
     images = images[order, ..., None].astype("float32")
@@ -214,8 +228,8 @@ class Bench:
             + backbone.num_prefix_tokens
         )
         return {
-            "largest_logit": float(seen["largest_logit"].max()),
-            "entropy": float(seen["mean_entropy"].min() / math.log(tokens)),
+            "largest_logit": float(np.max(seen["largest_logit"])),
+            "entropy": float(np.min(seen["mean_entropy"]) / math.log(tokens)),
         }
 
 
@@ -243,7 +257,9 @@ class _Log(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.losses.append(float(logs["loss"]))
         model = self.model  # Asked for, so that JAX's weights are up to date.
-        if not math.isfinite(self.losses[-1]):
+        lost = not math.isfinite(self.losses[-1])
+        if lost:
             model.stop_training = True
-        if (batch + 1) % self.every == 0:
+        last = lost or batch + 1 == len(self.learning_rates)
+        if last or (batch + 1) % self.every == 0:
             self.watched.append({"step": batch + 1, **self.look()})

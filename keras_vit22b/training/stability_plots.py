@@ -12,19 +12,32 @@ _LINES = {"parallel": "-", "sequential": "--"}
 _MARKERS = {"parallel": "o", "sequential": "^"}
 
 
-def _label(run):
+def _label(run, runs):
+    """Name a variant, and its kind of block if there are several."""
     norm = {None: "without QK norm", "rms": "RMS", "layer": "layer norm"}
     name = norm[run["qk_norm"]]
     if run["qk_norm"]:
         name = f"with QK norm ({name})"
-    return f"{name}, {run['block']}"
+    several = len({other["block"] for other in runs}) > 1
+    return f"{name}, {run['block']} block" if several else name
 
 
-def plot_by_rate(runs, path):
+def _conditions(runs, protocol):
+    """Return what all runs share, as a line of a title."""
+    seeds = sorted({run["seed"] for run in runs})
+    names = ", ".join(map(str, seeds))
+    return (
+        f"{protocol.dataset}, {protocol.steps} steps, "
+        f"seed{'s' if seeds[1:] else ''} {names}"
+    )
+
+
+def plot_by_rate(runs, protocol, path):
     """Draw the final loss of each variant against the learning rate.
 
     Args:
         runs: list of dicts, of `stability.Bench.train`.
+        protocol: `StabilityProtocol`.
         path: path of a PNG.
     """
     losses = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -41,7 +54,7 @@ def plot_by_rate(runs, path):
             rates,
             [np.mean(v) for v in values],
             marker="o",
-            label=_label({"qk_norm": norm, "block": block}),
+            label=_label({"qk_norm": norm, "block": block}, runs),
             **style,
         )
         axes.fill_between(
@@ -61,17 +74,24 @@ def plot_by_rate(runs, path):
         xlabel="learning rate (peak)",
         ylabel="final loss, held-out images (nats)",
         ylim=(0, 1.12 * start),
-        title="Final loss with and without QK norm, by learning rate",
+        title="Final loss with and without QK norm, by learning rate\n"
+        + _conditions(runs, protocol),
     )
-    axes.legend(fontsize="small")
+    several = len({run["seed"] for run in runs}) > 1
+    axes.legend(
+        fontsize="small",
+        title="mean, and range over seeds" if several else None,
+        title_fontsize="small",
+    )
     figure.savefig(path, dpi=150)
 
 
-def plot_by_logit(runs, path):
+def plot_by_logit(runs, protocol, path):
     """Draw the final loss of each run against its largest logit.
 
     Args:
         runs: list of dicts, of `stability.Bench.train`.
+        protocol: `StabilityProtocol`.
         path: path of a PNG.
     """
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -84,7 +104,7 @@ def plot_by_logit(runs, path):
             color=_COLORS[norm],
             marker=_MARKERS[block],
             alpha=0.7,
-            label=_label(group[0]),
+            label=_label(group[0], runs),
         )
     start = _mark_untrained(axes, runs)
     axes.set(
@@ -92,7 +112,8 @@ def plot_by_logit(runs, path):
         xlabel="largest attention logit of the run",
         ylabel="final loss, held-out images (nats)",
         ylim=(0, 1.12 * start),
-        title="Final loss against the largest logit, all rates and seeds",
+        title="Final loss against the largest logit, all learning rates\n"
+        + _conditions(runs, protocol),
     )
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)
@@ -142,7 +163,7 @@ def plot_by_step(runs, protocol, path):
         style = {
             "color": _COLORS[run["qk_norm"]],
             "linestyle": _LINES[run["block"]],
-            "label": _label(run),
+            "label": _label(run, chosen),
         }
         values = np.array(run["losses"])
         width = max(1, len(values) // 20)
@@ -157,7 +178,7 @@ def plot_by_step(runs, protocol, path):
             steps, [100 * w["entropy"] for w in run["watched"]], **style
         )
     loss.set(
-        ylabel="training loss (nats)",
+        ylabel=f"training loss (nats),\nmean of {width} steps",
         ylim=(0, None),
         title="Loss, logits and attention with and without QK norm\n"
         f"{protocol.dataset}, learning rate {rate:g}, seed {seed}",
@@ -165,7 +186,7 @@ def plot_by_step(runs, protocol, path):
     loss.legend(fontsize="small")
     logit.set(ylabel="largest attention logit", yscale="log")
     entropy.set(
-        ylabel="attention entropy of the\nworst head, % of log T",
+        ylabel="attention entropy of the worst\nhead, % of log(tokens)",
         xlabel="step",
         ylim=(0, 103),
     )

@@ -66,6 +66,13 @@ class TrainingData:
                 "labels must be (n,), or multi-hot (n, classes). Received "
                 f"shape {labels.shape}."
             )
+        if not multi_hot and (
+            labels.dtype.kind not in "iu" or labels.min() < 0
+        ):
+            raise ValueError(
+                "labels must be integers from 0. Received: "
+                f"{labels.dtype} such as {labels.min()}."
+            )
         if multi_hot and not np.isin(labels, (0, 1)).all():
             raise ValueError(
                 "Multi-hot labels are 0 or 1. Received values from "
@@ -83,9 +90,18 @@ class TrainingData:
         return len(self.images)
 
     def describe(self):
-        """Return a dict by which to tell these data from others."""
+        """Return a dict by which to tell these data from others.
+
+        Of the images, a few count.
+        """
+        chosen = np.linspace(0, len(self) - 1, min(len(self), 16)).astype(int)
+        sample = 0
+        for index in chosen:
+            image = np.ascontiguousarray(self.images[int(index)])
+            sample = zlib.crc32(image.tobytes(), sample)
         return {
             "images": len(self),
+            "sample": sample,
             "labels": zlib.crc32(np.ascontiguousarray(self.labels).tobytes()),
             "seed": self.seed,
         }

@@ -1,5 +1,6 @@
 """How a training run goes, line by line."""
 
+import itertools
 import json
 import logging
 import math
@@ -13,17 +14,26 @@ from keras_vit22b.training.checkpoints import steps_taken
 logger = logging.getLogger(__name__)
 
 
+def check_every(every):
+    """Raise unless a number of steps is an int of at least 1."""
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(
+            f"every must be an int of at least 1. Received: {every!r}."
+        )
+
+
 class TrainingLog(keras.callbacks.Callback):
     """Write loss, learning rate and speed every few steps, and each epoch.
 
-    Means are of the steps since the line before or the epoch's start; Keras'
-    own are of the epoch so far. Lines also go to this module's logger, at level
+    Means are of the steps since the line before or the epoch's start. So are
+    Keras' own while this is in use, those of its history too; without it they
+    are of the epoch so far. Lines also go to this module's logger, at level
     INFO.
 
     Args:
         path: path of a file, which gets a line of JSON each time, or `None`.
             A run that goes on from a checkpoint first drops what lies after
-            it. Defaults to `None`.
+            it; one that starts anew renames the file. Defaults to `None`.
         every: int. Steps. Defaults to `50`.
         images_per_step: int. Of all devices; for images per second. Defaults
             to `None`.
@@ -34,6 +44,9 @@ class TrainingLog(keras.callbacks.Callback):
     Attributes:
         records: list of dicts: `"step"`, the logs' values, `"learning_rate"`,
             `"seconds_per_step"`, `"images_per_second"`, and `"mfu"`.
+
+    Raises:
+        ValueError: in `fit`, if the file has lines that are no records.
 
     The first line of a run has no speed: its time is that of compiling.
     """
@@ -48,8 +61,7 @@ class TrainingLog(keras.callbacks.Callback):
         peak_flops=None,
     ):
         super().__init__()
-        if every < 1:
-            raise ValueError(f"every must be at least 1. Received: {every}.")
+        check_every(every)
         self.path = None if path is None else pathlib.Path(path)
         self.every = every
         self.images_per_step = images_per_step
@@ -61,7 +73,7 @@ class TrainingLog(keras.callbacks.Callback):
         self._step = self._last = steps_taken(self.model.optimizer)
         self._since = None
         if self.path is not None:
-            self.records = _kept_records(self.path, self._step)
+            self.records = kept_records(self.path, self._step)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._before = self._last = self._step
@@ -83,7 +95,7 @@ class TrainingLog(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         logs = dict(logs or {})
         validation = {
-            name: float(logs.pop(name))
+            name: _number(logs.pop(name))
             for name in list(logs)
             if name.startswith("val_")
         }
@@ -95,7 +107,7 @@ class TrainingLog(keras.callbacks.Callback):
     def _write(self, logs):
         # Reading a number waits for the step.
         record = {"step": self._step}
-        record |= {name: float(value) for name, value in logs.items()}
+        record |= {name: _number(value) for name, value in logs.items()}
         now = time.perf_counter()
         optimizer = self.model.optimizer
         record["learning_rate"] = float(
@@ -120,22 +132,45 @@ class TrainingLog(keras.callbacks.Callback):
         self.records.append(record)
         logger.info("%s", _in_words(record))
         if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            append_record(self.path, record)
 
 
-def _kept_records(path, step):
+def _number(value):
+    """Return a float, or a list of them for a metric that is an array."""
+    return keras.ops.convert_to_numpy(value).astype(float).tolist()
+
+
+def append_record(path, record):
+    """Write a line of JSON at the end of a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def kept_records(path, step):
     """Drop the lines after a step, and one that a kill cut; return the rest."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    records = []
+    lines = []
     if path.exists():
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-                if record["step"] <= step:
-                    records.append(record)
-            except (ValueError, TypeError, KeyError):
-                continue
+        lines = path.read_text(errors="replace").splitlines()
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            kept = record["step"] <= step
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines) and number > 1:
+                continue  # A kill cut it.
+            raise ValueError(
+                f"{path} is no log of training; line {number} is "
+                f"{line[:50]!r}. Take another path."
+            ) from None
+        if kept:
+            records.append(record)
+    if lines and not records:
+        # Of a run whose checkpoints are gone.
+        names = (f"{path.stem}.{n}{path.suffix}" for n in itertools.count(1))
+        paths = (path.with_name(name) for name in names)
+        path.rename(next(p for p in paths if not p.exists()))
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(json.dumps(r) + "\n" for r in records))
     partial.replace(path)
@@ -154,5 +189,6 @@ def _in_words(record):
     words = [f"step {record['step']}"]
     for name, value in record.items():
         if name != "step":
-            words.append(_FORMS.get(name, name + " {:.4g}").format(value))
+            form = name + (" {}" if isinstance(value, list) else " {:.4g}")
+            words.append(_FORMS.get(name, form).format(value))
     return ", ".join(words)

@@ -16,6 +16,7 @@ from keras_vit22b.training.non_finite import NonFiniteSearch
 from keras_vit22b.training.recipe import RECIPE_FILE
 from keras_vit22b.training.recipe import Recipe
 from keras_vit22b.training.training_log import TrainingLog
+from keras_vit22b.training.training_log import check_every
 from keras_vit22b.training.workers import Workers
 from keras_vit22b.weights.preset_folder import only_writer
 
@@ -76,8 +77,9 @@ def train(
             data, or one that still goes on, or the batch does not divide over
             processes.
     """
-    if every < 1:
-        raise ValueError(f"every must be at least 1. Received: {every}.")
+    check_every(every)
+    check_every(log_every)
+    _check_labels(data, model)
     folder = pathlib.Path(folder).expanduser()
     workers = Workers(model)
     workers.check_recipe(recipe)
@@ -180,7 +182,8 @@ def _train(
                 epochs=epochs,
                 shuffle=False,
                 verbose=0,
-                callbacks=[_Stop(left), log, *callbacks, checkpoints],
+                # The log has what the callbacks put into it.
+                callbacks=[_Stop(left), *callbacks, log, checkpoints],
                 **options,
             )
     except FloatingPointError as error:
@@ -196,6 +199,17 @@ def _train(
     finally:
         checkpoints.wait()
     return log
+
+
+def _check_labels(data, model):
+    """Raise unless labels are classes of the model's head."""
+    classes = model.head.bias.shape[0]
+    labels = data.labels
+    found = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
+    if found > classes or (labels.ndim == 2 and found != classes):
+        raise ValueError(
+            f"The head has {classes} classes. Received labels of {found}."
+        )
 
 
 def _first_step(model, start):
@@ -218,7 +232,7 @@ def _check_same(recipe, known, folder):
     differ = [
         f"{name}={theirs[name]!r}, not {value!r}"
         for name, value in {**ours, **known}.items()
-        if name in theirs and theirs[name] != value
+        if name in theirs and name != "name" and theirs[name] != value
     ]
     if differ:
         raise ValueError(

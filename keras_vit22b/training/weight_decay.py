@@ -42,6 +42,33 @@ class WeightDecay:
     body: float = 0.03
     others: tuple = ()
 
+    def __post_init__(self):
+        others = self.others
+        if isinstance(others, (list, tuple)):
+            others = tuple(
+                tuple(row) if isinstance(row, list) else row for row in others
+            )
+            object.__setattr__(self, "others", others)
+        for row in others:
+            if not isinstance(row, tuple) or len(row) != 2:
+                raise ValueError(
+                    f"others must be pairs (pattern, decay). Received: {row!r}."
+                )
+            try:
+                re.compile(row[0])
+            except (re.error, TypeError) as error:
+                raise ValueError(
+                    f"{row[0]!r} is no regular expression: {error}."
+                ) from None
+        decays = {"head": self.head, "body": self.body, **dict(others)}
+        for name, decay in decays.items():
+            number = isinstance(decay, (int, float))
+            if not number or isinstance(decay, bool) or not 0 <= decay < 1e9:
+                raise ValueError(
+                    f"The decay of {name} must be a number of at least 0. "
+                    f"Received: {decay!r}."
+                )
+
     def of(self, paths):
         """Return the decay of each weight.
 
@@ -52,8 +79,15 @@ class WeightDecay:
             A list of floats.
 
         Raises:
-            ValueError: naming the weights that no name fits.
+            ValueError: naming the weights that no name fits, or the pattern
+                of `others` that fits no weight.
         """
+        for pattern, _ in self.others:
+            if not any(re.fullmatch(pattern, path) for path in paths):
+                raise ValueError(
+                    f"No weight's path is {pattern!r}, which WeightDecay("
+                    f"others=) names. Paths are like {paths[0]!r}."
+                )
         found = {path: self._of(path) for path in paths}
         unknown = [path for path, decay in found.items() if decay is None]
         if unknown:
@@ -86,10 +120,22 @@ class DecaysByName:
     def __init__(self, *args, weight_decay=None, **kwargs):
         super().__init__(*args, **kwargs)
         if isinstance(weight_decay, dict):  # Of `get_config`.
-            others = tuple(map(tuple, weight_decay["others"]))
-            weight_decay = WeightDecay(**{**weight_decay, "others": others})
+            weight_decay = WeightDecay(**weight_decay)
+        if weight_decay is None:
+            weight_decay = WeightDecay()
+        if not isinstance(weight_decay, WeightDecay):
+            raise ValueError(
+                "weight_decay must be a WeightDecay, such as WeightDecay("
+                f"head=0.1, body=0.1). Received: {weight_decay!r}."
+            )
         # Keras knows `weight_decay` as one number for all.
-        self.decay_by_name = weight_decay or WeightDecay()
+        self.decay_by_name = weight_decay
+
+    def exclude_from_weight_decay(self, *args, **kwargs):
+        raise ValueError(
+            "What decays is up to WeightDecay(others=), such as "
+            '((".*/gate", 0.0),).'
+        )
 
     def build(self, variables):
         self._decays = self.decay_by_name.of([v.path for v in variables])

@@ -1,5 +1,6 @@
 """The monitor sees what attention does, in every block and head."""
 
+import json
 import math
 import warnings
 
@@ -91,10 +92,11 @@ def test_a_model_near_collapse_is_warned_of_once(make_classifier, batch):
 
 def test_it_can_stop_a_run(make_classifier, batch):
     model = make_classifier()
-    monitor = AttentionMonitor(batch, every=1, min_entropy=2.0, stop=True)
-    with pytest.warns(UserWarning, match="of log T, under 2"):
-        fit(model, batch, monitor, epochs=5)
-    assert len(monitor.records) <= 2
+    monitor = AttentionMonitor(batch, every=1, min_entropy=0.999, stop=True)
+    for runs in (1, 2):
+        with pytest.warns(UserWarning, match="of log T, under 0.999"):
+            fit(model, batch, monitor, epochs=5)
+        assert len(monitor.records) == 1 + runs
 
 
 def test_numbers_that_are_none_are_warned_of(make_classifier, batch):
@@ -152,6 +154,65 @@ def test_pictures_and_events_are_written(make_classifier, batch, tmp_path):
     content = events.read_bytes()
     for block in (0, 1):
         assert b"attention/mean_entropy/block_%d" % block in content
+
+
+def test_records_go_on_where_a_run_was_killed(make_classifier, batch, tmp_path):
+    path = tmp_path / "attention.jsonl"
+    model = make_classifier()
+    fit(model, batch, AttentionMonitor(batch, every=1, path=path), epochs=2)
+    lines = path.read_text().splitlines(keepends=True)
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
+    # The checkpoint was of step 2, and the last line was cut.
+    path.write_text("".join(lines)[:-20])
+    model.optimizer.iterations.assign(2)
+    monitor = AttentionMonitor(batch, every=1, path=path)
+    fit(model, batch, monitor)
+    again = path.read_text().splitlines(keepends=True)
+    assert again[:3] == lines[:3]
+    assert [r["step"] for r in monitor.records] == [0, 1, 2, 3, 4]
+    np.testing.assert_allclose(
+        monitor.records[1]["mean_entropy"],
+        json.loads(lines[1])["mean_entropy"],
+    )
+
+
+def test_another_model_begins_its_own_records(make_classifier, batch):
+    monitor = AttentionMonitor(batch, every=2)
+    fit(make_classifier(), batch, monitor)
+    fit(make_classifier(num_layers=1), batch, monitor)
+    assert [r["step"] for r in monitor.records] == [0, 2]
+    assert monitor.records[0]["mean_entropy"].shape == (1, 2)
+
+
+def test_a_model_with_the_norm_is_not_advised_to_use_it(make_classifier, batch):
+    monitor = AttentionMonitor(batch, min_entropy=0.999)
+    with pytest.warns(UserWarning, match="0.999. a lower learning rate"):
+        fit(make_classifier(qk_norm="rms"), batch, monitor)
+    with pytest.warns(UserWarning, match="qk_norm='rms', a lower"):
+        fit(make_classifier(qk_norm=None), batch, monitor)
+
+
+@pytest.mark.parametrize(
+    "images, options, message",
+    [
+        (np.zeros((2, 8, 12, 3), "uint8"), {}, "must be floats.*uint8"),
+        (np.zeros((0, 8, 12, 3)), {}, r"must be floats.*\(0, 8"),
+        (None, {}, "must be floats"),
+        (np.full((2, 8, 12, 3), np.nan), {}, "hold NaN"),
+        (np.zeros((2, 8, 12, 3)), {"every": 1.5}, "an int of at least 1"),
+        (np.zeros((2, 8, 12, 3)), {"max_logit": np.nan}, "max_logit must be"),
+        (np.zeros((2, 8, 12, 3)), {"min_entropy": 5}, "below 1. Received: 5"),
+        (np.zeros((2, 8, 12, 3)), {"plot": "x.foo"}, "a PNG. Received: 'x.foo"),
+    ],
+)
+def test_wrong_options_are_errors(images, options, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionMonitor(images, **options)
+
+
+def test_images_of_another_size_are_refused(make_classifier, batch):
+    with pytest.raises(ValueError, match=r"takes images \(8, 12, 3\)"):
+        fit(make_classifier(), batch, AttentionMonitor(batch[:, :4]))
 
 
 def test_other_models_are_refused(batch):

@@ -1,5 +1,6 @@
 """What was saved comes back, bit by bit, or is passed over with a warning."""
 
+import errno
 import re
 
 import keras
@@ -84,6 +85,17 @@ def test_the_last_and_the_best_are_kept(make_model, images, tmp_path):
         model.optimizer.iterations.assign(step)
         checkpoints.save(model, {"val_loss": loss})
     assert checkpoints.steps == [1, 3, 4]
+    # Also those of a process before.
+    checkpoints = Checkpoints(tmp_path, keep=2, monitor="val_loss")
+    for step, loss, kept in (
+        (5, 6.0, [1, 4, 5]),
+        (6, 0.5, [5, 6]),
+        (7, 7.0, [6, 7]),
+        (8, 7.0, [6, 7, 8]),
+    ):
+        model.optimizer.iterations.assign(step)
+        checkpoints.save(model, {"val_loss": loss})
+        assert checkpoints.steps == kept
 
 
 def cut_file(path):
@@ -117,6 +129,52 @@ def test_a_damaged_checkpoint_is_passed_over(
     fit(model, images, Checkpoints(tmp_path))
     assert Checkpoints(tmp_path).steps == [2, 4]
     assert Checkpoints(tmp_path).restore(make_model(seed=1)) == 4
+
+
+@pytest.mark.any_backend
+def test_a_disk_that_fails_breaks_no_checkpoint(
+    make_model, images, tmp_path, monkeypatch
+):
+    fit(make_model(), images, Checkpoints(tmp_path), epochs=2)
+    checkpoints = Checkpoints(tmp_path)
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoints._manager, "restore", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        checkpoints.restore(make_model(seed=1))
+    assert checkpoints.steps == [2, 4]
+
+
+@pytest.mark.any_backend
+def test_where_all_are_damaged_nothing_starts_anew(
+    make_model, images, tmp_path
+):
+    fit(make_model(), images, Checkpoints(tmp_path))
+    for name in ("2.broken", "2.broken2"):  # Of earlier times.
+        (tmp_path / name).mkdir()
+    for path in (tmp_path / "2").rglob("*"):
+        if path.is_file():
+            cut_file(path)
+    with (
+        pytest.warns(UserWarning, match="2 is broken"),
+        pytest.raises(ValueError, match="were damaged, of steps 2. They are"),
+    ):
+        Checkpoints(tmp_path).restore(make_model(seed=1))
+    assert (tmp_path / "2.broken1").is_dir()
+
+
+def test_a_scaled_loss_counts_its_steps(make_model, images, tmp_path):
+    """Of float16, whose optimizer is wrapped."""
+    keras.config.set_dtype_policy("mixed_float16")
+    recipe = RECIPE.replace(optimizer="adamw", ema_momentum=None)
+    model = make_model(recipe=recipe)
+    assert hasattr(model.optimizer, "inner_optimizer")
+    fit(model, images, Checkpoints(tmp_path), epochs=2)
+    assert Checkpoints(tmp_path).steps == [2, 4]
+    other = make_model(seed=1, recipe=recipe)
+    assert Checkpoints(tmp_path).restore(other) == 4
 
 
 @pytest.mark.any_backend

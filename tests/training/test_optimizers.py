@@ -104,11 +104,11 @@ def rate(step):
 SCHEDULE = {"learning_rate": 1e-2, "warmup_steps": 50, "timescale": 100}
 
 
-def adafactor(steps, momentum_dtype):
+def adafactor(steps, momentum_dtype, cap=0.999):
     """Zhai et al., 2022, section 3.5, from its equations."""
     weights, states = start(), {}
     for step in range(steps):
-        beta = min(0.999, 1 - (step + 1.0) ** -0.8)
+        beta = min(cap, 1 - (step + 1.0) ** -0.8)
         for path, gradient in gradients(step).items():
             shape, view = WEIGHTS[path]
             gradient = gradient.astype("float32").astype("float64")
@@ -152,6 +152,24 @@ def test_adafactor_is_its_equations_over_a_thousand_steps(
         np.testing.assert_allclose(
             found[path], value, atol=tolerance, err_msg=path
         )
+
+
+def test_the_decay_of_squares_has_a_cap():
+    """That of 0.999 binds after 5,623 steps; this one after 17."""
+    optimizer = ScalingAdafactor(
+        ReciprocalSquareRoot(**SCHEDULE),
+        DECAY,
+        beta_2_cap=0.9,
+        momentum_dtype="float32",
+        min_factored_dim=LEAST,
+    )
+    found = run(optimizer, 100)
+    wanted = adafactor(100, "float32", cap=0.9)
+    without = adafactor(100, "float32", cap=1.0)
+    for path, value in wanted.items():
+        np.testing.assert_allclose(found[path], value, atol=2e-5)
+        assert np.abs(value - without[path]).max() > 1e-3
+    assert ScalingAdafactor().beta_2_cap == 0.999
 
 
 def test_adamw_is_its_equations_over_a_thousand_steps():

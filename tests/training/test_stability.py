@@ -142,11 +142,73 @@ def test_runs_go_on_where_they_were_cut(tmp_path, monkeypatch):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_folder_of_another_protocol_is_refused(tmp_path):
-    stability.Laboratory(TINY, tmp_path)
-    stability.Laboratory(TINY, tmp_path)
-    with pytest.raises(ValueError, match="runs with steps 4, not 120"):
+def saved_run(**changes):
+    return {
+        **run_of(0.1, 0.5),
+        "losses": [1.0, 0.5],
+        "watched": [{"step": 0, "largest_logit": 3.0, "entropy": 0.8}],
+        "seconds": 1.0,
+        **changes,
+    }
+
+
+@pytest.fixture
+def bench_that_gives(monkeypatch):
+    """Train nothing, and give a run."""
+
+    def give(run):
+        monkeypatch.setattr(Bench, "__init__", lambda *_: None)
+        monkeypatch.setattr(Bench, "train", lambda *_: run)
+
+    return give
+
+
+def test_a_folder_of_another_protocol_is_refused(tmp_path, bench_that_gives):
+    setting = stability.Setting("rms", 0.1)
+    # Without runs it is of none.
+    stability.Laboratory(StabilityProtocol(), tmp_path)
+    bench_that_gives(saved_run())
+    stability.Laboratory(TINY, tmp_path).run([setting])
+    assert stability.Laboratory(TINY, tmp_path).done.keys() == {setting}
+    with pytest.raises(ValueError, match="runs with .*steps 4, not 120"):
         stability.Laboratory(StabilityProtocol(), tmp_path)
+    path = tmp_path / "protocol.json"
+    protocol = json.loads(path.read_text())
+    for content in (json.dumps({**protocol, "keras": "3.0.0"}), "{", "[]"):
+        path.write_text(content)
+        with pytest.raises(ValueError, match="runs(, but| with keras '3.0.0')"):
+            stability.Laboratory(TINY, tmp_path)
+    path.write_text(json.dumps(protocol))
+    (tmp_path / "runs.jsonl").write_text('{"step": 3}\n')
+    with pytest.raises(ValueError, match="a line that is no run"):
+        stability.Laboratory(TINY, tmp_path).run([setting])
+
+
+def test_a_run_that_blew_up_does_not_look_sound(tmp_path, bench_that_gives):
+    nan = float("nan")
+    watched = [
+        {"step": 0, "largest_logit": 3.0, "entropy": 0.8},
+        {"step": 1, "largest_logit": nan, "entropy": nan},
+    ]
+    bench_that_gives(saved_run(final_loss=nan, watched=watched))
+    laboratory = stability.Laboratory(TINY, tmp_path)
+    runs = laboratory.run([stability.Setting("rms", 0.1)])
+    row = stability.summary(runs[0])
+    assert np.isnan([row["largest_logit"], row["least_entropy"]]).all()
+    text = (tmp_path / "runs.jsonl").read_text()
+    assert "NaN" not in text and "null" in text
+    # As it is read again.
+    (again,) = laboratory.runs
+    assert np.isnan(again["final_loss"]) and again["qk_norm"] == "rms"
+    text = stability.as_json(laboratory.report([again]))
+    assert json.loads(text)["runs"][0]["largest_logit"] is None
+
+
+def test_a_loss_that_is_not_finite_is_looked_at(without_xla):
+    run = Bench(None, "parallel", TINY).train(1e30, 0)
+    assert not np.isfinite(run["losses"][-1])
+    assert len(run["losses"]) < TINY.steps
+    assert run["watched"][-1]["step"] == len(run["losses"])
 
 
 @pytest.mark.parametrize(
@@ -154,6 +216,7 @@ def test_a_folder_of_another_protocol_is_refused(tmp_path):
     [
         ({"dataset": "mnist"}, "'digits' or 'fashion_mnist'. Received: 'mnist"),
         ({"steps": 0}, "steps must be an integer of at least 1"),
+        ({"steps": 40}, "warmup_steps must be fewer than steps, 40"),
     ],
 )
 def test_wrong_protocols_are_errors(wrong, message):
@@ -161,10 +224,18 @@ def test_wrong_protocols_are_errors(wrong, message):
         StabilityProtocol(**wrong)
 
 
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_wrong_settings_are_errors(rate):
+    with pytest.raises(ValueError, match="learning_rate must be positive"):
+        stability.Setting(learning_rate=rate)
+    with pytest.raises(ValueError, match="seed must be at least 0"):
+        stability.Setting(seed=-1)
+
+
 @pytest.mark.usefixtures("without_xla")
 def test_the_command_prints_and_writes(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
-        stability_bench, "StabilityProtocol", lambda dataset, steps: TINY
+        stability_bench, "StabilityProtocol", lambda *_, **__: TINY
     )
     command = f"keras-vit22b stability --output {tmp_path}"
     for extra in ("", " --json"):
@@ -174,6 +245,6 @@ def test_the_command_prints_and_writes(monkeypatch, capsys, tmp_path):
         assert exit.value.code == 0
         output = capsys.readouterr().out
         if extra:
-            assert len(json.loads(output)["runs"]) == 6
+            assert len(json.loads(output)["runs"]) == 4
         else:
-            assert "3/6  parallel, no QK norm, rate 0.05, seed 0" in output
+            assert "2/4  parallel, no QK norm, rate 0.05, seed 0" in output

@@ -9,8 +9,10 @@ import pytest
 from keras_vit22b import ViT22BImageClassifier
 from keras_vit22b import ViT22BImageConverter
 from keras_vit22b.training import RECIPES
+from keras_vit22b.training import AttentionMonitor
 from keras_vit22b.training import Recipe
 from keras_vit22b.training import TrainingData
+from keras_vit22b.training import TrainingLog
 from keras_vit22b.training import train
 from keras_vit22b.training.non_finite import NonFiniteSearch
 
@@ -110,10 +112,7 @@ def test_accumulated_batches_train_as_one_does(
         model, data = make_model(), make_data()
         model.output_dropout.rate = 0.0
         data.augmentation = None
-        # The last batch of a step has a later rate than the first.
-        recipe = RECIPE.replace(
-            optimizer="sgd", schedule="constant", warmup_steps=0, **changes
-        )
+        recipe = RECIPE.replace(optimizer="sgd", learning_rate=0.1, **changes)
         log = train(model, recipe, data, tmp_path / folder, log_every=1)
         return arrays(model), log.records
 
@@ -122,6 +121,54 @@ def test_accumulated_batches_train_as_one_does(
     assert len(more) == 2 * len(records) == 14
     for ours, theirs in zip(parts, whole, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "labels, message",
+    [
+        (np.arange(20) % 5 + 0.5, "integers from 0. Received: float64"),
+        (np.full(20, np.nan), "integers from 0"),
+        (np.arange(20) % 5 - 1, "such as -1"),
+        (np.arange(20) % 6, "head has 5 classes. Received labels of 6"),
+        (np.eye(20, 4, dtype=int), "head has 5 classes. Received labels of 4"),
+    ],
+)
+def test_labels_are_classes_of_the_head(
+    make_model, make_data, tmp_path, labels, message
+):
+    images = make_data().images
+    with pytest.raises(ValueError, match=message):
+        data = TrainingData(images, labels, (8, 8, 1))
+        train(make_model(), RECIPE, data, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_log_of_something_else_is_left_alone(make_model, make_data, tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("My notes.\nMore of them.\n")
+    model, data = make_model(), make_data()
+    RECIPE.compile(model)
+    batch = list(data.batches(8, start=0, stop=1))[0]
+    with pytest.raises(ValueError, match="line 1 is 'My notes.'"):
+        model.preprocessor = None
+        model.fit(*batch, verbose=0, callbacks=[TrainingLog(notes)])
+    assert notes.read_text() == "My notes.\nMore of them.\n"
+    # That of a run whose checkpoints are gone is kept under another name.
+    log = tmp_path / "log.jsonl"
+    for kept in ([], ["log.1.jsonl"], ["log.1.jsonl", "log.2.jsonl"]):
+        RECIPE.compile(model)
+        model.fit(*batch, verbose=0, callbacks=[TrainingLog(log, every=1)])
+        assert len(log.read_text().splitlines()) == 1
+        assert sorted(p.name for p in tmp_path.glob("log.?.jsonl")) == kept
+
+
+def test_callbacks_write_into_the_log(make_model, make_data, tmp_path):
+    images, _ = next(iter(make_data().in_order(4)))
+    monitor = AttentionMonitor(images, every=1)
+    log = train(
+        make_model(), RECIPE, make_data(), tmp_path, callbacks=[monitor]
+    )
+    assert log.records[-1]["attention_entropy"] > 0
 
 
 def test_the_log_has_speed_and_mfu(make_model, make_data, tmp_path):

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from keras_vit22b import ViT22BImageClassifier
+from keras_vit22b.training import AdamW
 from keras_vit22b.training import WeightDecay
 from keras_vit22b.training.weight_decay import ROWS
 
@@ -46,3 +47,32 @@ def test_a_weight_without_a_rule_is_an_error_that_names_one():
         WeightDecay().of(["block_0/norm/scale", "block_0/gate"])
     rules = WeightDecay(others=((".*/gate", 0.5), (".*/scale", 0.1)))
     assert rules.of(["block_0/norm/scale", "block_0/gate"]) == [0.1, 0.5]
+
+
+def test_a_pattern_that_no_weight_has_is_an_error():
+    with pytest.raises(ValueError, match=r"is '\.\*/gatee', which.*a/gate'"):
+        WeightDecay(others=((".*/gatee", 0.1),)).of(["a/gate"])
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"head": float("nan")}, "decay of head must be a number"),
+        ({"body": -1}, "decay of body must be a number"),
+        ({"others": ((".*",),)}, r"pairs \(pattern, decay\)"),
+        ({"others": (("*/x", 0.1),)}, "'\\*/x' is no regular expression"),
+    ],
+)
+def test_wrong_decays_are_errors(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        WeightDecay(**wrong)
+
+
+def test_an_optimizer_takes_what_it_is_given():
+    assert WeightDecay(others=[["a", 0.1]]).others == (("a", 0.1),)
+    assert AdamW(0.1).decay_by_name == WeightDecay()
+    for wrong in (0.0, 0.03):
+        with pytest.raises(ValueError, match="must be a WeightDecay"):
+            AdamW(0.1, weight_decay=wrong)
+    with pytest.raises(ValueError, match="up to WeightDecay"):
+        AdamW(0.1).exclude_from_weight_decay(var_names=["kernel"])
