@@ -64,7 +64,7 @@ def test_meshes_give_the_curve_of_one_device(preset, tmp_path):
     # High, so that the curve goes somewhere.
     settings = ["learning_rate=0.01"]
     one = curve(preset, tmp_path / "one", settings=settings)
-    assert len(one) == 16 and one[-1] < one[0] - 0.1
+    assert len(one) == 16 and one[-1] < one[0] - 0.05
     for name, options in (
         ("data", ["--data-parallel"]),
         ("mesh", ["--batch=2", "--model=4", "--fsdp"]),
