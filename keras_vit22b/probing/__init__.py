@@ -7,6 +7,7 @@ from keras_vit22b.probing.few_shot import FewShot
 from keras_vit22b.probing.few_shot import plot_few_shot
 from keras_vit22b.probing.few_shot_report import card_metrics
 from keras_vit22b.probing.linear_probe import LinearProbe
+from keras_vit22b.probing.logistic_probe import LogisticProbe
 from keras_vit22b.probing.nearest_neighbors import NearestNeighbors
 from keras_vit22b.probing.ridge_probe import RidgeProbe
 from keras_vit22b.probing.sgd_probe import SGDProbe
@@ -17,6 +18,7 @@ __all__ = [
     "FewShot",
     "ImageFolder",
     "LinearProbe",
+    "LogisticProbe",
     "NearestNeighbors",
     "RidgeProbe",
     "SGDProbe",

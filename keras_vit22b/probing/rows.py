@@ -91,6 +91,46 @@ def check_finite(rows, numbers):
     )
 
 
+class Subset:
+    """Some rows of features, read when they are asked for.
+
+    Args:
+        features: `(n, d)`: what gives rows for an array of ints.
+        rows: int array `(m,)`, ascending.
+    """
+
+    def __init__(self, features, rows):
+        self._features, self._rows = features, rows
+        self.shape = (len(rows), *features.shape[1:])
+        origin = getattr(features, "origin", None)
+        if origin is not None:
+            self.origin = origin
+
+    def __getitem__(self, key):
+        return self._features[self._rows[key]]
+
+
+def split(count, held_out, seed):
+    """Return rows to fit and rows held out, both ascending.
+
+    Args:
+        count: int. Of all rows.
+        held_out: float. Share of them.
+        seed: int.
+
+    Raises:
+        ValueError: if one of the two would be empty.
+    """
+    held = round(count * held_out)
+    if not 0 < held < count:
+        raise ValueError(
+            f"{held_out:g} of {count} images leaves none to train on or none "
+            "to choose by."
+        )
+    order = np.random.default_rng(seed).permutation(count)
+    return np.sort(order[held:]), np.sort(order[:held])
+
+
 class FittedProbe:
     """What a probe's `fit` returns; the interface of scikit-learn.
 

@@ -10,6 +10,7 @@ from keras_vit22b.probing.rows import check_classes
 from keras_vit22b.probing.rows import check_finite
 from keras_vit22b.probing.rows import check_rows
 from keras_vit22b.probing.rows import softmax
+from keras_vit22b.probing.rows import split
 
 # Batches to which learning rates refer, as in DINOv2.
 REFERENCE_BATCH = 256
@@ -96,7 +97,7 @@ class SGDProbe:
         for name, rows in sets.items():
             sets[name], labels = check_rows(rows, labels, views=True)
         classes, indices = check_classes(labels)
-        train, held = self._split(len(indices))
+        train, held = split(len(indices), self.held_out, self.seed)
         model = self._train(sets, indices, train, len(classes))
         correct = self._count(model, sets, indices, held)
         names = [(name, rate) for name in sets for rate in self.learning_rates]
@@ -123,17 +124,6 @@ class SGDProbe:
                 for (name, rate), count in zip(names, correct.tolist())
             ],
         )
-
-    def _split(self, count):
-        """Return rows to train on and rows that choose, both sorted."""
-        held = round(count * self.held_out)
-        if not 0 < held < count:
-            raise ValueError(
-                f"{self.held_out:g} of {count} images leaves none to train on "
-                "or none to choose by."
-            )
-        order = np.random.default_rng(self.seed).permutation(count)
-        return np.sort(order[held:]), np.sort(order[:held])
 
     def _train(self, sets, indices, train, num_classes):
         inputs, logits = {}, []

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from keras_vit22b.probing import LogisticProbe
 from keras_vit22b.probing import NearestNeighbors
 from keras_vit22b.probing import RidgeProbe
 from keras_vit22b.probing import rows
@@ -55,6 +56,40 @@ def test_ridge_is_sklearns_ridge(data, count, small_chunks):
     )
 
 
+def test_logistic_regression_is_sklearns(data, small_chunks):
+    from sklearn.linear_model import LogisticRegression
+
+    features, labels = data
+    probe = LogisticProbe(cs=0.5, tolerance=1e-9).fit(features, labels)
+    theirs = LogisticRegression(C=0.5, tol=1e-9, max_iter=1000)
+    theirs.fit(features.astype("float64"), labels)
+    np.testing.assert_allclose(
+        probe.predict_proba(features),
+        theirs.predict_proba(features.astype("float64")),
+        atol=1e-5,
+    )
+    np.testing.assert_allclose(probe.kernel[:-1], theirs.coef_.T, atol=1e-4)
+
+
+def test_the_penalty_is_chosen_on_what_is_held_out(data):
+    features, labels = data
+    cs = (1e-6, 1e-1, 1e3)
+    probe = LogisticProbe(cs=cs, held_out=0.2).fit(features, labels)
+    assert probe.held_out.keys() == set(cs)
+    train, held = rows.split(90, 0.2, 0)
+    assert len(held) == 18 and not set(train) & set(held)
+    for c, accuracy in probe.held_out.items():
+        alone = LogisticProbe(cs=c, tolerance=1e-9)
+        alone = alone.fit(features[train], labels[train])
+        assert alone.score(features[held], labels[held]) == accuracy
+    assert probe.held_out[probe.c] == max(probe.held_out.values())
+    # And fitted again to all.
+    whole = LogisticProbe(cs=probe.c).fit(features, labels)
+    np.testing.assert_array_equal(probe.kernel, whole.kernel)
+    assert len(LogisticProbe().cs) == 45
+    assert LogisticProbe().cs[0] == 1e-6 and LogisticProbe().cs[-1] == 1e5
+
+
 def test_neighbors_are_those_of_a_loop(data, small_chunks):
     features, labels = data
     train, test = slice(0, 61), slice(61, 90)
@@ -84,7 +119,9 @@ def test_of_equal_neighbors_the_first_count(small_chunks):
 
 
 @pytest.mark.parametrize(
-    "protocol", [RidgeProbe(), NearestNeighbors(k=3)], ids=repr
+    "protocol",
+    [RidgeProbe(), NearestNeighbors(k=3), LogisticProbe(cs=(0.1, 1.0))],
+    ids=lambda protocol: type(protocol).__name__,
 )
 def test_rows_are_read_some_at_a_time(data, protocol, small_chunks):
     features, labels = data
@@ -102,7 +139,9 @@ def test_rows_are_read_some_at_a_time(data, protocol, small_chunks):
 
 
 @pytest.mark.parametrize(
-    "protocol", [RidgeProbe(), NearestNeighbors(k=3)], ids=repr
+    "protocol",
+    [RidgeProbe(), NearestNeighbors(k=3), LogisticProbe(cs=(0.1, 1.0))],
+    ids=lambda protocol: type(protocol).__name__,
 )
 def test_what_cannot_be_probed_is_an_error(data, protocol):
     features, labels = data
@@ -126,6 +165,9 @@ def test_what_cannot_be_probed_is_an_error(data, protocol):
     "make, message",
     [
         (lambda: RidgeProbe(l2=0), "l2 must be positive. Received: 0"),
+        (lambda: LogisticProbe(cs=(1, -1)), "cs must be positive"),
+        (lambda: LogisticProbe(held_out=0), "between 0 and 1"),
+        (lambda: LogisticProbe(max_iter=0.5), "max_iter must be a positive"),
         (lambda: NearestNeighbors(k=0), "k must be a positive int"),
         (lambda: NearestNeighbors(temperature=0.0), "temperature must be"),
     ],
