@@ -5,8 +5,9 @@
         --recipe vit22b --batch 128 --model 8 --fsdp --output run
 
 Data: "digits" (scikit-learn's), "fashion_mnist", a folder with one sub-folder a
-class, an .npz file of "images" and "labels", or a folder that `save_to_disk` of
-Hugging Face's datasets wrote. Images hold values of 0 to 255.
+class, a .csv file of "path" and "label", an .npz file of "images" and "labels",
+or a folder that `save_to_disk` of Hugging Face's datasets wrote. Images hold
+values of 0 to 255.
 
 Devices: one; with --batch and --model a mesh of all JAX devices, over several
 processes with --address, --processes and --process; with --data-parallel Keras'
@@ -33,7 +34,6 @@ import logging
 import os
 import pathlib
 import sys
-import zipfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -140,80 +140,6 @@ def make_strategy(options):
     )
 
 
-class HuggingFaceImages:
-    """Images of a `datasets.Dataset`, decoded when they are read."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        from keras_vit22b.models.image_folder import decode
-
-        return decode(self.dataset[index]["image"])
-
-
-def read_data(name):
-    """Return images, labels and the classes' names, or `None`."""
-    import numpy as np
-
-    if name == "digits":
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        images = (digits.images[..., None] * (255 / 16)).astype("float32")
-        return images, digits.target, None
-    if name == "fashion_mnist":
-        from keras_vit22b.training.stability_bench import load_fashion_mnist
-
-        images, labels = load_fashion_mnist()
-        return images[..., None], labels, None
-    path = pathlib.Path(name).expanduser()
-    if path.suffix == ".npz":
-        try:
-            opened = np.load(path)
-        except (ValueError, zipfile.BadZipFile):
-            raise ValueError(f"{path} is no .npz file of arrays.") from None
-        with opened as arrays:
-            missing = {"images", "labels"} - set(arrays)
-            if missing:
-                raise ValueError(
-                    f"{path} has no {' and '.join(sorted(missing))}. It holds "
-                    f"{', '.join(arrays) or 'nothing'}."
-                )
-            return arrays["images"], arrays["labels"], None
-    if (path / "dataset_dict.json").exists():
-        raise ValueError(
-            f"{path} holds several data sets. Give the folder of one, such as "
-            f"{path / 'train'}."
-        )
-    if (path / "dataset_info.json").exists():
-        try:
-            import datasets
-        except ImportError:
-            raise ImportError(
-                f"{path} is of Hugging Face's datasets: pip install datasets"
-            ) from None
-        dataset = datasets.load_from_disk(str(path))
-        missing = {"image", "label"} - set(dataset.column_names)
-        if missing:
-            raise ValueError(
-                f"{path} has no column {' or '.join(sorted(missing))}. Rename "
-                f"one of {', '.join(dataset.column_names)}."
-            )
-        labels = np.asarray(dataset["label"])
-        names = getattr(dataset.features["label"], "names", None)
-        return HuggingFaceImages(dataset), labels, names
-    from keras_vit22b.probing import ImageFolder
-
-    folder = ImageFolder(path)
-    if folder.labels is None:
-        raise ValueError(f"{path} needs one sub-folder a class.")
-    return folder, folder.labels, folder.class_names
-
-
 class Part:
     """Some images of a sequence."""
 
@@ -286,7 +212,7 @@ def make_model(options, class_names, num_classes):
         options.preset,
         load_weights=has_weights and not options.random,
         num_classes=num_classes,
-        class_names=class_names,
+        class_names=class_names or None,
     )
     if options.remat:
         model.backbone.remat = True
@@ -360,9 +286,13 @@ def run(options):
     """Do what the command line asks for."""
     strategy = distribute(options)
     from keras_vit22b import training
+    from keras_vit22b.models.labelled_images import read_images
     from keras_vit22b.training.workers import Workers
 
-    images, labels, class_names = read_data(options.data)
+    data = read_images(options.data)
+    images, labels, class_names = data.images, data.labels, data.class_names
+    if labels is None:
+        raise ValueError(f"{options.data} has no labels.")
     num_classes = count_classes(labels)
     output = pathlib.Path(options.output).expanduser()
     start, step = None, 0

@@ -9,7 +9,42 @@ import PIL.ImageOps
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
-class ImageFolder:
+class ImageFiles:
+    """Image files, decoded one at a time.
+
+    Args:
+        paths: list of paths.
+
+    Attributes:
+        paths: list of `pathlib.Path`.
+    """
+
+    def __init__(self, paths):
+        self.paths = [pathlib.Path(path) for path in paths]
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        """Return one image as uint8 `(height, width, 1 or 3)`.
+
+        It is turned as its EXIF orientation says; alpha is dropped and
+        palettes are resolved.
+
+        Raises:
+            ValueError: if the file cannot be decoded.
+        """
+        path = self.paths[int(index)]
+        try:
+            with PIL.Image.open(path) as image:
+                return decode(image)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise ValueError(f"Cannot read image {path}: {error}") from error
+        except PIL.Image.DecompressionBombError as error:
+            raise ValueError(f"Image {path} is too large: {error}") from error
+
+
+class ImageFolder(ImageFiles):
     """Images below a folder, in sorted order, decoded one at a time.
 
     Hidden files and folders, whose names start with a dot, are left out.
@@ -64,27 +99,6 @@ class ImageFolder:
                 f"{str(self.path)!r} has images beside its sub-folders: "
                 f"{', '.join(sorted(stray)[:5])}. Move them into a class."
             )
-
-    def __len__(self):
-        return len(self.paths)
-
-    def __getitem__(self, index):
-        """Return one image as uint8 `(height, width, 1 or 3)`.
-
-        It is turned as its EXIF orientation says; alpha is dropped and
-        palettes are resolved.
-
-        Raises:
-            ValueError: if the file cannot be decoded.
-        """
-        path = self.paths[index]
-        try:
-            with PIL.Image.open(path) as image:
-                return decode(image)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise ValueError(f"Cannot read image {path}: {error}") from error
-        except PIL.Image.DecompressionBombError as error:
-            raise ValueError(f"Image {path} is too large: {error}") from error
 
 
 def _images_in(folder):

@@ -45,6 +45,7 @@ def extract_features(
               or a list of images of any sizes, with values of 0 to 255;
             - the path of a folder of images, one sub-folder a class, or an
               `ImageFolder`; images come in sorted order;
+            - `LabelledImages`, of `read_images`;
             - an iterable of batches, such as a `tf.data.Dataset`, a grain or
               torch loader: images, or tuples of images and labels.
         blocks: int or list of int. Blocks whose tokens are pooled; negative

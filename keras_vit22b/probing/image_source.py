@@ -3,11 +3,14 @@
 import hashlib
 import itertools
 import logging
+import os
 import pathlib
 
 import numpy as np
 
+from keras_vit22b.models.image_folder import ImageFiles
 from keras_vit22b.models.image_folder import ImageFolder
+from keras_vit22b.models.labelled_images import LabelledImages
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +35,24 @@ class ImageSource:
     """
 
     def __init__(self, images, labels=None, skip_unreadable=False):
+        self.class_names = []
         if isinstance(images, (str, pathlib.Path)):
             images = ImageFolder(images)
+        given = labels is not None
+        if isinstance(images, (ImageFolder, LabelledImages)):
+            if given:
+                raise ValueError("These images have labels of their own.")
+            labels, self.class_names = images.labels, images.class_names
+        sequence = isinstance(images, (ImageFiles, LabelledImages, list, tuple))
+        if isinstance(images, LabelledImages):
+            images = images.images
         self._images = images
         self._skip_unreadable = skip_unreadable
-        self.class_names = []
         self.can_skip, self.count = True, None
-        if isinstance(images, ImageFolder):
-            self.class_names = images.class_names
-        elif isinstance(images, (list, tuple)):
-            pass
-        elif hasattr(images, "shape"):
+        if hasattr(images, "shape"):
             _check_batch(images, "An array of images")
+        elif sequence:
+            pass
         elif hasattr(images, "__iter__"):
             self.can_skip = False
         else:
@@ -55,10 +64,10 @@ class ImageSource:
             self.count = len(images)
         self._labels = None
         if labels is not None:
-            if isinstance(images, ImageFolder) or not self.can_skip:
+            if not self.can_skip:
                 raise ValueError(
-                    "labels are of an array or a list of images; a folder or "
-                    "a loader has its own."
+                    "labels are of an array or a list of images; a loader has "
+                    "its own."
                 )
             self._labels = _check_labels(labels, self.count)
 
@@ -82,14 +91,15 @@ class ImageSource:
         if not self.can_skip:
             return {"kind": "loader"}
         digest = hashlib.sha256()
-        if isinstance(self._images, ImageFolder):
-            folder = self._images
-            for path in folder.paths:
-                name = path.relative_to(folder.path).as_posix()
+        if isinstance(self._images, ImageFiles):
+            root = os.path.commonpath([p.parent for p in self._images.paths])
+            for path in self._images.paths:
+                name = path.relative_to(root).as_posix()
                 digest.update(f"{name}\0{path.stat().st_size}\n".encode())
-            kind = "folder"
+            kind = "files"
         else:
-            for image in self._images:
+            for index in range(self.count):
+                image = self._images[index]
                 image = np.ascontiguousarray(image)
                 digest.update(f"{image.dtype} {image.shape}\n".encode())
                 digest.update(image.view(np.uint8).reshape(-1))
@@ -98,13 +108,13 @@ class ImageSource:
             "kind": kind,
             "count": self.count,
             "sha256": digest.hexdigest(),
-            "order": "sorted paths" if kind == "folder" else "as given",
+            "order": "as given",
         }
 
     def _samples(self, first):
         """Return an iterator over `(number, image, label or None)`."""
-        if isinstance(self._images, ImageFolder):
-            return self._folder_samples(first)
+        if isinstance(self._images, ImageFiles):
+            return self._file_samples(first)
         if self.can_skip:
             labels = self._labels
             return (
@@ -115,11 +125,10 @@ class ImageSource:
         numbered = ((i, *sample) for i, sample in enumerate(samples))
         return itertools.islice(numbered, first, None)
 
-    def _folder_samples(self, first):
-        folder = self._images
-        for index in range(first, len(folder)):
+    def _file_samples(self, first):
+        for index in range(first, self.count):
             try:
-                image = folder[index]
+                image = self._images[index]
             except ValueError as error:
                 if not self._skip_unreadable:
                     raise ValueError(
@@ -127,7 +136,7 @@ class ImageSource:
                     ) from error
                 logger.warning("%s; left out.", error)
                 continue
-            yield index, image, _at(folder.labels, index)
+            yield index, image, _at(self._labels, index)
 
 
 def _at(labels, index):

@@ -7,6 +7,8 @@ import time
 import keras
 import numpy as np
 
+from keras_vit22b.models.labelled_images import load_fashion_mnist
+
 DATASETS = ("digits", "fashion_mnist")
 # On CPUs Keras leaves out XLA, with which TensorFlow's steps are twice as fast.
 JIT_COMPILE = True if keras.backend.backend() == "tensorflow" else "auto"
@@ -75,21 +77,6 @@ class StabilityProtocol:
             / 2
             for step in range(self.steps)
         ]
-
-
-def load_fashion_mnist():
-    """Return the training images `(60000, 28, 28)`, of 0 to 255, and labels.
-
-    Raises:
-        OSError: if they are not in Keras' cache and cannot be loaded.
-    """
-    try:
-        return keras.datasets.fashion_mnist.load_data()[0]
-    except Exception as error:  # Keras raises a bare Exception.
-        raise OSError(
-            f"Fashion-MNIST could not be loaded: {error} "
-            "tools/fashion_mnist.sh fills Keras' cache from Debian's package."
-        ) from error
 
 
 def load_images(dataset):

@@ -147,42 +147,6 @@ def test_accumulation_is_refused_under_a_strategy(preset, tmp_path):
 
 
 @pytest.mark.any_backend
-def test_data_are_read_from_arrays_folders_and_datasets(tmp_path):
-    import PIL.Image
-
-    images = np.random.default_rng(0).integers(0, 255, (4, 5, 6, 3), "uint8")
-    labels = np.array([0, 0, 1, 1])
-    np.savez(tmp_path / "data.npz", images=images, labels=labels)
-    for i, image in enumerate(images):
-        path = tmp_path / "photos" / "ab"[labels[i]] / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        PIL.Image.fromarray(image).save(path)
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict(
-        {
-            "image": [PIL.Image.fromarray(image) for image in images],
-            "label": labels,
-        },
-        datasets.Features(
-            {
-                "image": datasets.Image(),
-                "label": datasets.ClassLabel(names=["a", "b"]),
-            }
-        ),
-    ).save_to_disk(tmp_path / "hugging")
-    for name, names in (
-        ("data.npz", None),
-        ("photos", ["a", "b"]),
-        ("hugging", ["a", "b"]),
-    ):
-        found, theirs, class_names = tool.read_data(str(tmp_path / name))
-        assert class_names == names
-        np.testing.assert_array_equal(theirs, labels)
-        for i, image in enumerate(images):
-            np.testing.assert_array_equal(found[i], image)
-
-
-@pytest.mark.any_backend
 def test_wrong_options_are_errors(capsys):
     for options, message in (
         (["--batch", "2"], "both --batch and --model"),
