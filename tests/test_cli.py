@@ -126,3 +126,21 @@ def test_images_that_cannot_be_read_are_counted(run, preset, tmp_path):
     assert code == 0
     assert "1 images could not be read" in output
     assert "broken.png" in errors
+
+
+def test_features_fill_a_store_and_go_on(run, preset, tmp_path):
+    store, photos = tmp_path / "store", tmp_path / "photos.npz"
+    np.savez(photos, images=np.zeros((3, 9, 8), "uint8"), labels=[0, 1, 0])
+    code, output, _ = run(
+        *("features", preset, photos, store, "--pooling", "mean,map"),
+        *("--blocks", "-1", "--views", "2"),
+    )
+    assert code == 0
+    assert "block_0.mean" in output and "2 x 8" in output
+    code, output, errors = run(
+        *("features", preset, photos, store, "--pooling", "mean,map"),
+        *("--blocks", "-1", "--views", "2", "--json"),
+    )
+    assert json.loads(output)["views"]["count"] == 2 and not errors
+    code, _, errors = run("features", preset, photos, store)
+    assert code == 1 and "made differently" in errors
