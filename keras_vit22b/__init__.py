@@ -21,6 +21,7 @@ _PUBLIC = {
 }
 _ROOMS = (
     "distribution",
+    "evaluation",
     "layers",
     "models",
     "probing",

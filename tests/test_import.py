@@ -38,6 +38,12 @@ def test_layers_need_keras_alone():
     assert not loaded & (HEAVY | {"keras_vit22b.models"})
 
 
+def test_evaluation_needs_numpy_alone():
+    loaded = modules_after("import keras_vit22b.evaluation")
+    assert "keras_vit22b.evaluation.calibration" in loaded
+    assert not loaded & (HEAVY | {"keras"})
+
+
 def test_every_public_name_exists():
     statement = (
         "import keras_vit22b as k; "

@@ -63,7 +63,6 @@ def compile_step(preset, *options):
     "topology, batch",
     [
         ("v4:2x2x2", 2),
-        ("v5e:2x4", 2),
         # Its rings follow a snake.
         ("v5e:4x8", 8),
     ],
