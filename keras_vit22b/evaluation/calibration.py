@@ -177,13 +177,15 @@ class TemperatureScaling:
             labels: int array `(n,)`. Of images that are not reported on.
         """
         import scipy.optimize
+        import scipy.special
 
         logits, labels = _check_scores(logits, labels)
         own = logits[np.arange(len(labels)), labels]
 
         def loss(log_temperature):
             scale = np.exp(-log_temperature)
-            return (_log_sum_exp(scale * logits) - scale * own).mean()
+            sums = scipy.special.logsumexp(scale * logits, axis=1)
+            return (sums - scale * own).mean()
 
         # The loss has one minimum in 1 / T, so in log T.
         found = scipy.optimize.minimize_scalar(
@@ -197,13 +199,10 @@ class TemperatureScaling:
 
 def scale_logits(logits, temperature=1.0):
     """Return the softmax of `logits / temperature`, `(n, c)`, in float64."""
+    import scipy.special
+
     scaled = np.asarray(logits, "float64") / temperature
-    return np.exp(scaled - _log_sum_exp(scaled)[:, None])
-
-
-def _log_sum_exp(scores):
-    most = scores.max(axis=1)
-    return most + np.log(np.exp(scores - most[:, None]).sum(axis=1))
+    return scipy.special.softmax(scaled, axis=1)
 
 
 def check_probabilities(probabilities, labels):

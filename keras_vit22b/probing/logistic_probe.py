@@ -3,13 +3,13 @@
 import dataclasses
 
 import numpy as np
+from scipy.special import softmax
 
 from keras_vit22b.probing.rows import FittedProbe
 from keras_vit22b.probing.rows import Subset
 from keras_vit22b.probing.rows import check_classes
 from keras_vit22b.probing.rows import check_rows
 from keras_vit22b.probing.rows import chunks
-from keras_vit22b.probing.rows import softmax
 from keras_vit22b.probing.rows import split
 
 
@@ -102,7 +102,7 @@ class LogisticProbe:
             total = 0.0
             for first, rows in chunks(features, dtype="float64"):
                 own = indices[first : first + len(rows)]
-                chances = softmax(rows @ weights[:-1] + weights[-1])
+                chances = softmax(rows @ weights[:-1] + weights[-1], axis=1)
                 places = np.arange(len(rows)), own
                 tiny = np.finfo(float).tiny
                 total -= np.log(np.maximum(chances[places], tiny)).sum()
@@ -146,4 +146,4 @@ class FittedLogisticProbe(FittedProbe):
         self.kernel, self.c, self.held_out = kernel, c, held_out
 
     def _probabilities(self, rows):
-        return softmax(rows @ self.kernel[:-1] + self.kernel[-1])
+        return softmax(rows @ self.kernel[:-1] + self.kernel[-1], axis=1)

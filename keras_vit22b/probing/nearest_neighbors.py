@@ -3,12 +3,12 @@
 import dataclasses
 
 import numpy as np
+from scipy.special import softmax
 
 from keras_vit22b.probing.rows import FittedProbe
 from keras_vit22b.probing.rows import check_classes
 from keras_vit22b.probing.rows import check_rows
 from keras_vit22b.probing.rows import chunks
-from keras_vit22b.probing.rows import softmax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class FittedNearestNeighbors(FittedProbe):
 
     def _probabilities(self, rows):
         cosines, neighbors = self._search(unit(rows))
-        votes = softmax(cosines / self._protocol.temperature)
+        votes = softmax(cosines / self._protocol.temperature, axis=1)
         shares = np.zeros((len(rows), len(self.classes_)))
         images = np.broadcast_to(np.arange(len(rows))[:, None], votes.shape)
         np.add.at(shares, (images, self._indices[neighbors]), votes)

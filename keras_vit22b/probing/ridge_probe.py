@@ -3,12 +3,12 @@
 import dataclasses
 
 import numpy as np
+from scipy.special import softmax
 
 from keras_vit22b.probing.rows import FittedProbe
 from keras_vit22b.probing.rows import check_classes
 from keras_vit22b.probing.rows import check_rows
 from keras_vit22b.probing.rows import chunks
-from keras_vit22b.probing.rows import softmax
 
 EPSILON = 1e-5
 
@@ -87,7 +87,7 @@ class FittedRidgeProbe(FittedProbe):
         self.kernel = kernel
 
     def _probabilities(self, rows):
-        return softmax(self._rows(rows) @ self.kernel)
+        return softmax(self._rows(rows) @ self.kernel, axis=1)
 
 
 def _moments(features):

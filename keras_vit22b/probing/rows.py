@@ -5,6 +5,8 @@ memory map, or the features of a `FeatureStore`. Probes read some rows at a
 time, so that memory does not grow with their number.
 """
 
+import abc
+
 import numpy as np
 
 from keras_vit22b.probing.feature_store import check_same_origin
@@ -131,7 +133,7 @@ def split(count, held_out, seed):
     return np.sort(order[held:]), np.sort(order[:held])
 
 
-class FittedProbe:
+class FittedProbe(abc.ABC):
     """What a probe's `fit` returns; the interface of scikit-learn.
 
     Attributes:
@@ -144,9 +146,9 @@ class FittedProbe:
         self.n_features_in_ = features.shape[-1]
         self._origin = getattr(features, "origin", None)
 
+    @abc.abstractmethod
     def _probabilities(self, rows):
         """Return `(m, c)` for features `(m, d)`."""
-        raise NotImplementedError
 
     def predict_proba(self, features):
         """Return probabilities `(n, c)`, float32, in the order of `classes_`.
@@ -181,9 +183,3 @@ class FittedProbe:
         """Return the accuracy, 0 to 1."""
         features, labels = check_rows(features, labels)
         return float((self.predict(features) == labels).mean())
-
-
-def softmax(scores):
-    """Return probabilities of scores along the last axis."""
-    scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return scores / scores.sum(axis=-1, keepdims=True)

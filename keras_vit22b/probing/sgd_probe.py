@@ -4,12 +4,12 @@ import dataclasses
 
 import keras
 import numpy as np
+from scipy.special import softmax
 
 from keras_vit22b.probing.rows import FittedProbe
 from keras_vit22b.probing.rows import check_classes
 from keras_vit22b.probing.rows import check_finite
 from keras_vit22b.probing.rows import check_rows
-from keras_vit22b.probing.rows import softmax
 from keras_vit22b.probing.rows import split
 
 # Batches to which learning rates refer, as in DINOv2.
@@ -221,7 +221,7 @@ class FittedSGDProbe(FittedProbe):
         return super().score(features, labels)
 
     def _probabilities(self, rows):
-        return softmax(rows @ self.kernel + self.bias)
+        return softmax(rows @ self.kernel + self.bias, axis=1)
 
 
 def _read(features, rows, epoch):
