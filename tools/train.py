@@ -140,19 +140,6 @@ def make_strategy(options):
     )
 
 
-class Part:
-    """Some images of a sequence."""
-
-    def __init__(self, images, indices):
-        self.images, self.indices = images, indices
-
-    def __len__(self):
-        return len(self.indices)
-
-    def __getitem__(self, index):
-        return self.images[int(self.indices[index])]
-
-
 def make_recipe(options, step):
     """Return the recipe, with what --set and --cool-down change.
 
@@ -254,6 +241,8 @@ def split(images, labels, part, seed):
     """Return `(images, labels)` to train on, and those held out."""
     import numpy as np
 
+    from keras_vit22b.models.labelled_images import SomeImages
+
     if len(images) != len(labels):
         raise ValueError(f"{len(images)} images have {len(labels)} labels.")
     order = np.random.default_rng(seed).permutation(len(labels))
@@ -263,7 +252,7 @@ def split(images, labels, part, seed):
             f"--validation {part} holds out all of {held} images. Take less."
         )
     return [
-        (Part(images, indices), labels[indices])
+        (SomeImages(images, indices), labels[indices])
         for indices in (np.sort(order[held:]), np.sort(order[:held]))
     ]
 

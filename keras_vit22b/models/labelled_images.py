@@ -36,6 +36,44 @@ class LabelledImages:
     def __len__(self):
         return len(self.images)
 
+    def choose(self, rows):
+        """Return some of the images, in the order of `rows`.
+
+        Args:
+            rows: int array `(m,)`.
+        """
+        rows = np.asarray(rows, int)
+        if isinstance(self.images, ImageFiles):
+            images = ImageFiles([self.images.paths[row] for row in rows])
+        elif isinstance(self.images, np.ndarray):
+            images = self.images[rows]
+        else:
+            images = SomeImages(self.images, rows)
+        return dataclasses.replace(
+            self,
+            images=images,
+            labels=None if self.labels is None else self.labels[rows],
+            columns={name: c[rows] for name, c in self.columns.items()},
+        )
+
+
+class SomeImages:
+    """Images of a sequence at some places, read when their turn comes.
+
+    Args:
+        images: sequence of arrays.
+        rows: int array `(m,)`.
+    """
+
+    def __init__(self, images, rows):
+        self._images, self._rows = images, rows
+
+    def __len__(self):
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        return self._images[int(self._rows[index])]
+
 
 def read_images(source):
     """Return the images that a name or path stands for.
